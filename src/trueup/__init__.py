@@ -1,0 +1,63 @@
+"""trueup: measure how a trained diffusion network misses, and correct it at inference.
+
+    import trueup
+
+    cal = trueup.calibrate(pipe, "images/")
+    print(cal.summary())
+    with trueup.attach(pipe, cal):
+        pipe(num_inference_steps=20)
+
+Names are loaded when first used, so `import trueup` is quick and never imports diffusers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "calibrate": "trueup.estimate",
+    "measure": "trueup.estimate",
+    "fit": "trueup.estimate",
+    "Moments": "trueup.estimate",
+    "Calibration": "trueup.calibration",
+    "load": "trueup.artifact",
+    "attach": "trueup.attachment",
+    "detach": "trueup.attachment",
+    "Denoiser": "trueup.denoiser",
+    "Parametrization": "trueup.parametrization",
+    "process": "trueup.process",
+    "TrueupError": "trueup.errors",
+}
+
+__all__ = ["__version__", *_HOME]
+
+if TYPE_CHECKING:
+    from trueup import process as process
+    from trueup.artifact import load as load
+    from trueup.attachment import attach as attach
+    from trueup.attachment import detach as detach
+    from trueup.calibration import Calibration as Calibration
+    from trueup.denoiser import Denoiser as Denoiser
+    from trueup.errors import TrueupError as TrueupError
+    from trueup.estimate import Moments as Moments
+    from trueup.estimate import calibrate as calibrate
+    from trueup.estimate import fit as fit
+    from trueup.estimate import measure as measure
+    from trueup.parametrization import Parametrization as Parametrization
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'trueup' has no attribute {name!r}")
+    from importlib import import_module
+
+    home = import_module(_HOME[name])
+    value = home if name == "process" else getattr(home, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

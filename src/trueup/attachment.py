@@ -1,0 +1,308 @@
+"""Putting a calibration on a model and taking it off.
+
+The correction runs as a forward hook on the network itself, so every sampler, scheduler and pipeline
+around it sees a calibrated network. Each row is corrected at its own time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trueup.artifact import load
+from trueup.bands import along_last_axes, dct_matrix
+from trueup.calibration import Calibration
+from trueup.correction import interpolation_weights
+from trueup.denoiser import Denoiser, fingerprint, prediction
+from trueup.errors import AttachError, MismatchError
+from trueup.hf import is_pipeline, network_of, schedule
+
+_INPUT_NAMES = ("sample", "hidden_states", "x_t", "x")
+_TIME_NAMES = ("timestep", "timesteps", "t", "sigma", "noise_labels", "time")
+_NODES = 8192  # times at which the interpolation is tabulated; a row uses the nearest
+
+
+def attach(model: Any, calibration: Calibration | str | PathLike[str], *, force: bool = False) -> Attachment:
+    """Correct a model's outputs until `.remove()`, or for the length of a `with` block.
+
+    model: a diffusers pipeline or model, a `Denoiser`, or the `nn.Module` that was calibrated. force skips
+    the checks that the calibration was made for this model.
+
+        with trueup.attach(pipe, cal):
+            pipe(num_inference_steps=20)
+    """
+    if not isinstance(calibration, Calibration):
+        calibration = load(calibration)
+    target, denoiser = _target(model)
+    if _hook_of(target) is not None or (denoiser is not None and isinstance(denoiser._call, _Wrapped)):
+        raise AttachError("a calibration is already attached to this model: remove it first (trueup.detach)")
+    if not force:
+        _check_model(model, target, denoiser, calibration)
+    hook = CorrectOutput(calibration)
+    if isinstance(target, nn.Module):
+        target.register_forward_hook(hook, with_kwargs=True)
+        return Attachment(target, None)
+    assert denoiser is not None
+    denoiser._call = _Wrapped(denoiser._call, hook)
+    return Attachment(None, denoiser)
+
+
+def detach(model: Any) -> bool:
+    """Take off whatever calibration a model carries, a deep copy's too; True if there was one."""
+    target, denoiser = _target(model)
+    if isinstance(target, nn.Module):
+        found = [key for key, hook in target._forward_hooks.items() if isinstance(hook, CorrectOutput)]
+        for key in found:
+            del target._forward_hooks[key]
+            target._forward_hooks_with_kwargs.pop(key, None)
+        return bool(found)
+    assert denoiser is not None
+    if not isinstance(denoiser._call, _Wrapped):
+        return False
+    denoiser._call = denoiser._call.inner
+    return True
+
+
+class Attachment:
+    """A calibration on a model. `remove()` it, or use it as a context manager."""
+
+    def __init__(self, module: nn.Module | None, denoiser: Denoiser | None):
+        self._model: Any = module if module is not None else denoiser
+
+    @property
+    def active(self) -> bool:
+        """Whether it is still on."""
+        return self._model is not None
+
+    def remove(self) -> None:
+        """Take it off; the model's outputs are again exactly what they were. Doing it twice is harmless."""
+        if self._model is not None:
+            detach(self._model)
+            self._model = None
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+class CorrectOutput:
+    """The forward hook: finds x_t and t among the arguments and corrects the mean channels of the output.
+
+    Everything that depends on the time is tabulated once: a row's correction is a weighted sum of table
+    rows, one small matrix product, and the conversion between eps and the network's own output is folded
+    into the weights (equation 28).
+    """
+
+    def __init__(self, calibration: Calibration):
+        self.shape = calibration.shape
+        self.spatial = calibration.shape[1:]
+        self.empty = calibration.empty
+        if self.empty:
+            return
+        correction = calibration.correction
+        bands = correction.bands
+        nodes = _nodes(calibration)
+        self.boundaries = 0.5 * (nodes[1:] + nodes[:-1])
+        process, parametrization = calibration.process, calibration.parametrization
+        alpha, sigma = process.alpha(nodes), process.sigma(nodes)
+        weights = interpolation_weights(correction.lam, process.lam(nodes))  # (N, L)
+        k_output = parametrization.deps_doutput(alpha, sigma)  # eps_hat = k_output output + k_input x_t
+        p, q = parametrization.coefficients(alpha, sigma)
+        k_input = -p / (alpha * q - sigma * p)
+        u_scale = (alpha**2 + sigma**2).rsqrt()
+        self.constant = not (correction.a.any() or correction.d.any())
+        per_output = weights / k_output[:, None]
+        if self.constant:
+            maps = correction.shift_map()  # (L, C, *spatial)
+            self.weights, self.table = per_output, maps.flatten(1)
+        else:
+            b = correction.b
+            a, d = bands.spread(correction.a), bands.spread(correction.d)
+            box = _box((b != 0) | (a != 0) | (d != 0), self.spatial)
+            b, a, d = (_crop(part, self.spatial, box) for part in (b, a, d))  # (L, C * box)
+            zero = torch.zeros_like(b)
+            blocks = [  # weights, and what they multiply in (constant, on the output, on the input)
+                (per_output, (b, zero, zero)),
+                (weights, (zero, a, zero)),
+                (weights * (k_input / k_output)[:, None], (zero, zero, a)),
+                (per_output * u_scale[:, None], (zero, zero, d)),
+            ]
+            blocks = [(w, rows) for w, rows in blocks if w.any()]
+            self.weights = torch.cat([w for w, _ in blocks], 1)
+            self.table = torch.cat([torch.stack(rows, 1) for _, rows in blocks]).flatten(1)
+            self.box = box
+            self.matrices = [dct_matrix(n)[:k] for n, k in zip(self.spatial, box, strict=True)]
+        self._ready: dict[tuple[torch.device, torch.dtype], tuple[Any, ...]] = {}
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], raw: Any) -> Any:
+        """Correct what a forward call returned."""
+        output = prediction(raw)
+        x_t = _argument(args, kwargs, 0, _INPUT_NAMES)
+        t = _argument(args, kwargs, 1, _TIME_NAMES)
+        channels = self.shape[0]
+        if tuple(output.shape[2:]) != self.spatial or output.shape[1] not in (channels, 2 * channels):
+            raise MismatchError(
+                f"the calibration was made for samples of shape {self.shape}; the network returned "
+                f"{tuple(output.shape[1:])}"
+            )
+        if self.empty:
+            return raw
+        if output.shape[1] == channels:
+            return _like(raw, self.correct(output, x_t, t))
+        mean, rest = output[:, :channels], output[:, channels:]  # a learned variance is left alone
+        return _like(raw, torch.cat([self.correct(mean, x_t, t), rest], 1))
+
+    def correct(self, output: Tensor, x_t: Tensor, t: Any) -> Tensor:
+        """The corrected output, in its own dtype."""
+        dtype = output.dtype if output.dtype == torch.float64 else torch.float32
+        boundaries, weights, table, forward, backward = self._tables(output.device, dtype)
+        times = t if isinstance(t, Tensor) else torch.tensor(float(t))
+        times = times.to(output.device, dtype).reshape(-1)
+        if times.numel() not in (1, output.shape[0]):
+            raise AttachError(f"got {times.numel()} times for a batch of {output.shape[0]}")
+        rows = weights[torch.bucketize(times, boundaries)] @ table  # (B or 1, ...)
+        if self.constant:
+            return (output.to(dtype) - rows.reshape(-1, *self.shape)).to(output.dtype)
+        constant, on_output, on_input = rows.reshape(-1, 3, self.shape[0], *self.box).unbind(1)
+        both = torch.stack([output.to(dtype), x_t.to(dtype)])  # (2, B, C, *spatial)
+        z_output, z_input = along_last_axes(both, forward)
+        delta = torch.addcmul(torch.addcmul(constant, on_output, z_output), on_input, z_input)
+        return (output.to(dtype) - along_last_axes(delta, backward)).to(output.dtype)
+
+    def _tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+        key = (device, dtype)
+        ready = self._ready.get(key)
+        if ready is None:
+            forward = [] if self.constant else [m.to(device, dtype) for m in self.matrices]
+            small = (part.to(device, dtype) for part in (self.boundaries, self.weights, self.table))
+            ready = (*small, forward, [m.T.contiguous() for m in forward])
+            self._ready[key] = ready
+        return ready
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ready": {}}  # device copies are made again where they are needed
+
+
+class _Wrapped:
+    """A callable network with its correction, for denoisers that are not modules."""
+
+    def __init__(self, inner: Callable[..., Any], hook: CorrectOutput):
+        self.inner, self.hook = inner, hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.hook(None, args, kwargs, self.inner(*args, **kwargs))
+
+
+def _target(model: Any) -> tuple[Any, Denoiser | None]:
+    if isinstance(model, Denoiser):
+        return model.network, model
+    if is_pipeline(model):
+        return network_of(model), None
+    if isinstance(model, nn.Module):
+        return model, None
+    if isinstance(model, (str, Path)):
+        raise AttachError("attach takes a loaded model or pipeline, not a path")
+    raise AttachError(
+        f"cannot attach to {type(model).__name__}: pass the pipeline, the nn.Module, or a trueup.Denoiser"
+    )
+
+
+def _hook_of(target: Any) -> CorrectOutput | None:
+    if not isinstance(target, nn.Module):
+        return None
+    modules = [target, getattr(target, "_orig_mod", None)]  # compiled, and what was compiled
+    for module in modules:
+        for hook in getattr(module, "_forward_hooks", {}).values():
+            if isinstance(hook, CorrectOutput):
+                return hook
+    return None
+
+
+def _check_model(model: Any, target: Any, denoiser: Denoiser | None, calibration: Calibration) -> None:
+    weights = fingerprint(target)
+    if not calibration.fits(weights):
+        made_for = next(iter((calibration.provenance.get("weights") or {}).values()), "none")
+        this = next(iter(weights.values()), "none")
+        raise MismatchError(
+            f"this calibration was made for other weights (fingerprint {made_for[:8]}, model {this[:8]}). "
+            "Recalibrate, or pass force=True if you know they agree."
+        )
+    if denoiser is not None:
+        process, parametrization = denoiser.process, denoiser.parametrization
+    elif is_pipeline(model):
+        config = dict(model.scheduler.config)
+        process, parametrization = schedule({"_class_name": type(model.scheduler).__name__, **config})
+    else:
+        return
+    if not calibration.process.agrees_with(process):
+        raise MismatchError(
+            "this calibration was made for another noise process than the model's scheduler describes. "
+            "Recalibrate with this scheduler, or pass force=True if you know they agree."
+        )
+    if calibration.parametrization != parametrization:
+        raise MismatchError(
+            f"this calibration is of a {calibration.parametrization.name} prediction, the scheduler says "
+            f"{parametrization.name}"
+        )
+
+
+def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, names: tuple[str, ...]) -> Any:
+    for name in names:
+        if name in kwargs:
+            return kwargs[name]
+    if len(args) > position:
+        return args[position]
+    raise AttachError(f"the network was called without an argument named {' or '.join(names)}")
+
+
+def _like(raw: Any, corrected: Tensor) -> Any:
+    """`raw` with its prediction replaced."""
+    if isinstance(raw, Tensor):
+        return corrected
+    if isinstance(raw, (tuple, list)):
+        return type(raw)((corrected, *raw[1:]))
+    if is_dataclass(raw) and not isinstance(raw, type) and "sample" in {f.name for f in fields(raw)}:
+        return replace(raw, sample=corrected)
+    raw.sample = corrected
+    return raw
+
+
+def _nodes(calibration: Calibration) -> Tensor:
+    """Times to tabulate: dense in lam over the calibrated range, with every whole timestep exact.
+
+    Outside that range the correction stays what it is at the end, in the network's own output space.
+    """
+    process, lam = calibration.process, calibration.correction.lam
+    nodes = process.t_of_lam(torch.linspace(float(lam[0]), float(lam[-1]), _NODES, dtype=torch.float64))
+    exact = calibration.t
+    if process.integer_times:
+        whole = torch.arange(math.ceil(process.t_min), math.floor(process.t_max) + 1, dtype=torch.float64)
+        exact = torch.cat([exact, whole[(whole >= exact[0]) & (whole <= exact[-1])]])
+    nodes = nodes.clamp(float(calibration.t[0]), float(calibration.t[-1]))
+    return torch.unique(torch.cat([nodes, exact]))
+
+
+def _box(used: Tensor, spatial: tuple[int, ...]) -> tuple[int, ...]:
+    """The smallest corner of the DCT that holds every coefficient in use."""
+    grid = used.flatten(0, -2).any(0).reshape(spatial)
+    box = []
+    for axis in range(len(spatial)):
+        others = [i for i in range(len(spatial)) if i != axis]
+        line = grid.any(dim=others) if others else grid
+        box.append(int(line.nonzero().max()) + 1)
+    return tuple(box)
+
+
+def _crop(part: Tensor, spatial: tuple[int, ...], box: tuple[int, ...]) -> Tensor:
+    grid = part.reshape(*part.shape[:-1], *spatial)
+    corner = (Ellipsis, *(slice(0, n) for n in box))
+    return grid[corner].flatten(1)

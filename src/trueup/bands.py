@@ -1,0 +1,99 @@
+"""Frequencies: the orthonormal DCT over any number of spatial axes, and its radial bands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from trueup.errors import TrueupError
+
+
+@lru_cache(maxsize=64)
+def dct_matrix(size: int) -> Tensor:
+    """Orthonormal DCT-II, (frequency, position), float64; its transpose is its inverse.
+
+    >>> C = dct_matrix(8)
+    >>> bool(torch.allclose(C @ C.T, torch.eye(8, dtype=torch.float64)))
+    True
+    """
+    k = torch.arange(size, dtype=torch.float64)
+    matrix = torch.cos(math.pi * (k[None, :] + 0.5) * k[:, None] / size) * math.sqrt(2.0 / size)
+    matrix[0] /= math.sqrt(2.0)
+    return matrix
+
+
+def along_last_axes(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    """Apply matrices[i] (out_i, in_i) to the i-th of the last len(matrices) axes of x."""
+    for axis, matrix in enumerate(matrices):
+        back = axis - len(matrices)  # -rank .. -1
+        if back == -1:
+            x = x @ matrix.T
+        elif back == -2:
+            x = matrix @ x
+        else:
+            x = (x.movedim(back, -1) @ matrix.T).movedim(-1, back)
+    return x
+
+
+class Bands:
+    """Radial frequency bands of a spatial grid.
+
+    A coefficient's radius is its frequency in cycles per pixel, counted in half-cycles over the
+    longest axis, so that non-square grids get round bands. Band 0 is the mean alone; band edges
+    grow by about sqrt(2), finer at low frequencies where real corrections live.
+
+    >>> bands = Bands((32, 32))
+    >>> bands.count, bands.sizes.tolist()[:5]
+    (12, [1, 3, 4, 5, 9])
+    """
+
+    def __init__(self, spatial: Sequence[int], edges: Sequence[float] | None = None):
+        self.spatial = tuple(int(n) for n in spatial)
+        if not self.spatial or min(self.spatial) < 1:
+            raise TrueupError(f"needs at least one spatial axis of at least one pixel, got {self.spatial}")
+        longest = max(self.spatial)
+        squared = torch.zeros(self.spatial, dtype=torch.float64)
+        for axis, size in enumerate(self.spatial):
+            k = torch.arange(size, dtype=torch.float64) * (longest / size)
+            squared += (k**2).reshape([-1 if i == axis else 1 for i in range(len(self.spatial))])
+        radius = squared.sqrt()
+        if edges is None:
+            edges = default_edges(float(radius.max()))
+        self.edges = tuple(float(edge) for edge in edges)
+        if any(b <= a for a, b in zip(self.edges, self.edges[1:], strict=False)):
+            raise TrueupError("band edges must rise")
+        index = torch.bucketize(radius, torch.tensor(self.edges, dtype=torch.float64), right=True)
+        _, self.index = torch.unique(index, return_inverse=True)  # (*spatial), bands with no member dropped
+        self.count = int(self.index.max()) + 1
+        self.sizes = torch.bincount(self.index.flatten(), minlength=self.count)
+        self.members = [(self.index.flatten() == k).nonzero().flatten() for k in range(self.count)]
+
+    def dct(self, x: Tensor) -> Tensor:
+        """DCT over the spatial axes, (..., *spatial) -> (..., *spatial)."""
+        return along_last_axes(x, [dct_matrix(n).to(x) for n in self.spatial])
+
+    def idct(self, x: Tensor) -> Tensor:
+        """Inverse DCT."""
+        return along_last_axes(x, [dct_matrix(n).T.to(x) for n in self.spatial])
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum coefficients into bands, (..., K) -> (..., bands)."""
+        out = x.new_zeros(*x.shape[:-1], self.count)
+        return out.index_add_(-1, self.index.flatten().to(x.device), x)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Give every coefficient its band's value, (..., bands) -> (..., K)."""
+        return x[..., self.index.flatten().to(x.device)]
+
+
+def default_edges(largest_radius: float) -> list[float]:
+    """0.5, 1.5, 2.5, 3.5, 5, 7, 10, 14, 20, 28, 40, ... up to the largest radius."""
+    edges = [0.5, 1.5, 2.5, 3.5]
+    pair = (5.0, 7.0)
+    while edges[-1] < largest_radius:
+        edges.append(pair[len(edges) % 2] * 2.0 ** ((len(edges) - 4) // 2))
+    return [edge for edge in edges if edge < largest_radius] or [0.5]

@@ -1,0 +1,162 @@
+"""A fitted correction with its evidence and its origin."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trueup.correction import Correction
+from trueup.denoiser import same_weights
+from trueup.parametrization import Parametrization
+from trueup.process import NoiseProcess, from_settings
+
+
+@dataclass
+class Evidence:
+    """What was measured, with standard errors. Losses and gains are in eps space, summed over a sample.
+
+    gain is what the correction takes off E|eps_hat - eps|^2 on images it was not fitted on. eta2 is the
+    unbiased size of the mean residual, whether or not it is corrected. bound gains are in nats.
+    """
+
+    images: int
+    folds: int
+    dimensions: int
+    loss: Tensor  # (L,)
+    loss_se: Tensor
+    eta2: Tensor  # (L,)
+    eta2_se: Tensor
+    gain: Tensor  # (L,)
+    gain_se: Tensor
+    shift_se: Tensor  # (L,) standard error of the unshrunk mean residual, as the norm of a map
+    scale: Tensor  # (L, bands) share of the correction held-out images confirmed
+    bound_gain: tuple[float, float]  # of this correction, with its standard error
+    shift_bound_gain: tuple[float, float]  # of the ideal constant shift
+
+    @property
+    def quantile(self) -> float:
+        """How many standard errors make a 95% interval, given the folds behind them."""
+        from trueup.estimate.statistics import student_quantile
+
+        return student_quantile(0.975, max(self.folds - 1, 1))
+
+    def interval(self, value: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+        """A 95% interval."""
+        return value - self.quantile * error, value + self.quantile * error
+
+    def bits_per_dim(self, nats: float) -> float:
+        """Nats per sample as bits per dimension."""
+        return nats / (self.dimensions * math.log(2))
+
+
+@dataclass
+class Calibration:
+    """What `calibrate` returns: put it on a model with `trueup.attach`, keep it with `save`."""
+
+    correction: Correction
+    t: Tensor  # (L,) the levels as times of the network's process
+    shape: tuple[int, ...]
+    evidence: Evidence
+    family: str
+    estimator: str
+    data_mean: Tensor  # (C, K) DCT of the data's mean
+    data_variance: Tensor  # (C, bands)
+    data_images: int
+    data_fingerprint: str
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def process(self) -> NoiseProcess:
+        """The noise the network was trained on."""
+        return from_settings(self.provenance["process"])
+
+    @property
+    def parametrization(self) -> Parametrization:
+        """What the network predicts."""
+        return Parametrization(**self.provenance["parametrization"])
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to correct."""
+        return self.correction.empty
+
+    def fits(self, weights: dict[str, str]) -> bool:
+        """Whether it was made for a network with these weights (see `trueup.denoiser.fingerprint`)."""
+        ours = self.provenance.get("weights") or {}
+        return same_weights(ours, weights) if ours and weights else not ours and not weights
+
+    def explained(self) -> float:
+        """Share of the denoising loss, integrated over lam, that the correction removes.
+
+        The score matching loss is the denoising loss less a constant nobody can measure, so this is a lower
+        bound on the share of the score matching loss.
+        """
+        from trueup.estimate.statistics import trapezoid_weights
+
+        weights = trapezoid_weights(self.correction.lam)
+        if len(weights) == 1:
+            weights = torch.ones_like(weights)
+        return float((weights * self.evidence.gain).sum() / (weights * self.evidence.loss).sum())
+
+    def verdict(self) -> str:
+        """What to make of it, in one or two sentences."""
+        e = self.evidence
+        nats, error = e.bound_gain
+        if e.folds < 4:
+            return f"{e.images} image{'s' * (e.images > 1)} cannot confirm a correction: use 20 or more."
+        if self.empty:
+            return "calibrated within noise: nothing to do."
+        low = nats - e.quantile * error
+        gain = f"{e.bits_per_dim(nats):.2g} ± {e.bits_per_dim(e.quantile * error):.1g} bits/dim"
+        share = f"at least {100 * self.explained():.2g}% of the score matching loss"
+        if low <= 0:
+            return f"no sure gain: the likelihood bound moves by {gain}, within noise."
+        return f"miscalibrated: correcting it removes {share} and raises the likelihood bound by {gain}."
+
+    def summary(self) -> str:
+        """A table of what was measured at every level, the totals, and the verdict."""
+        e, z = self.evidence, self.evidence.quantile
+        lines = [
+            f"{self.family} calibration ({self.estimator}) of {self.provenance.get('model', 'a network')}, "
+            f"{e.images} images, {len(self.t)} noise levels",
+            "",
+            f"{'t':>9} {'lam':>7} {'loss':>10} {'|mean residual|^2':>22} {'held-out gain':>22} {'of loss':>8}",
+        ]
+        for row in range(len(self.t)):
+            loss, gain = float(e.loss[row]), float(e.gain[row])
+            lines.append(
+                f"{float(self.t[row]):9.4g} {float(self.correction.lam[row]):7.2f} {loss:10.4g} "
+                f"{_pm(float(e.eta2[row]), z * float(e.eta2_se[row])):>22} "
+                f"{_pm(gain, z * float(e.gain_se[row])):>22} {_percent(gain / loss if loss else math.nan):>8}"
+            )
+        nats, error = e.bound_gain
+        bits = _pm(e.bits_per_dim(nats), e.bits_per_dim(z * error))
+        lines += [
+            "",
+            f"gain of the likelihood bound: {_pm(nats, z * error)} nats, {bits} bits/dim (± is 95%)",
+            f"verdict: {self.verdict()}",
+        ]
+        return "\n".join(lines)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write one .safetensors file, atomically; see docs/format.md."""
+        from trueup.artifact import save
+
+        save(self, path)
+
+
+def _pm(value: float, error: float) -> str:
+    if math.isnan(value):
+        return "unknown"
+    if math.isnan(error):
+        return f"{value:.3g} ± unknown"
+    return f"{value:.3g} ± {error:.2g}"
+
+
+def _percent(share: float) -> str:
+    return "-" if math.isnan(share) else f"{100 * share:.2g}%"

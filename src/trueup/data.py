@@ -1,0 +1,301 @@
+"""Calibration images: folders, arrays, tensors, datasets, iterables -> samples in the model's range.
+
+Samples are read one at a time, in a fixed order, and handed on in batches; nothing else is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from trueup.errors import DataError
+from trueup.noise import mix
+
+_IMAGE_KEYS = ("image", "img", "pixel_values", "images", "x")
+_LABEL_KEYS = ("label", "labels", "class_labels", "y")
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+
+
+@dataclass(frozen=True)
+class Transform:
+    """How an image becomes a sample; nothing happens that is not asked for.
+
+    resize: None (sizes must match), "shorter" (shorter side to the model's size, aspect kept) or "exact"
+    (both sides, aspect not kept), bicubic with antialiasing. crop: None or "center". flip: mirror every
+    second sample, picked by its index, for networks trained with random flips. data_range: the range of
+    float input, for instance (0, 1); 8-bit images are always 0..255.
+    """
+
+    resize: str | None = None
+    crop: str | None = None
+    flip: bool = False
+    data_range: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.resize not in (None, "shorter", "exact"):
+            raise DataError(f"resize is None, 'shorter' or 'exact', not {self.resize!r}")
+        if self.crop not in (None, "center"):
+            raise DataError(f"crop is None or 'center', not {self.crop!r}")
+
+
+@dataclass
+class Batch:
+    """Samples with their positions in the data, and their labels where the data has them."""
+
+    index: Tensor  # (B,) int64
+    x0: Tensor  # (B, *shape) float32
+    y: Tensor | None
+
+
+class Samples:
+    """Batches of samples of one shape out of anything that holds images.
+
+    >>> data = Samples(torch.zeros(5, 1, 4, 4, dtype=torch.uint8), (1, 4, 4), (-1.0, 1.0))
+    >>> [(len(batch.index), float(batch.x0.mean())) for batch in data.batches(3)]
+    [(3, -1.0), (2, -1.0)]
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        shape: Sequence[int],
+        model_range: tuple[float, float] | None,
+        transform: Transform | None = None,
+    ):
+        self.shape = tuple(shape)
+        self.model_range = model_range
+        self.transform = transform or Transform()
+        self.source, self.labels, self.name = _open(source)
+
+    def __len__(self) -> int:
+        """How many samples there are; raises TypeError for a stream."""
+        return len(self.source)
+
+    def batches(self, size: int, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
+        """Samples start..stop in batches; a stream is read from its beginning."""
+        rows: list[tuple[int, Tensor, Any]] = []
+        for index, item in self._items(start, stop):
+            image, label = _split(item)
+            if self.labels is not None:
+                label = self.labels[index]
+            rows.append((index, self._sample(image, index), label))
+            if len(rows) == size:
+                yield _stack(rows)
+                rows = []
+        if rows:
+            yield _stack(rows)
+
+    def _items(self, start: int, stop: int | None) -> Iterator[tuple[int, Any]]:
+        if hasattr(self.source, "__getitem__") and hasattr(self.source, "__len__"):
+            end = len(self.source) if stop is None else min(stop, len(self.source))
+            for index in range(start, end):
+                yield index, self.source[index]
+        else:
+            yield from islice(enumerate(self._unbatched()), start, stop)
+
+    def _unbatched(self) -> Iterator[Any]:
+        """A stream may yield samples or, as a DataLoader does, batches of them."""
+        for item in self.source:
+            image, label = _split(item)
+            if isinstance(image, Tensor) and image.dim() == len(self.shape) + 1:
+                yield from zip(image, [None] * len(image) if label is None else label, strict=True)
+            else:
+                yield image, label
+
+    def _sample(self, image: Any, index: int) -> Tensor:
+        where = getattr(image, "filename", None) or f"sample {index} of {self.name}"
+        if isinstance(image, Path):
+            where, image = str(image), _read_image(image)
+        if isinstance(image, Image.Image):
+            image = _to_array(image, self.shape[0], where)
+        array = torch.from_numpy(np.array(image)) if isinstance(image, np.ndarray) else torch.as_tensor(image)
+        array = _channels_first(array, self.shape, where)
+        if tuple(array.shape) != self.shape:
+            array = self._resize(array, where)
+        x0 = self._scale(array, where)
+        if not torch.isfinite(x0).all():
+            raise DataError(f"{where} holds values that are not finite")
+        if self.transform.flip and mix(index) & 1:
+            x0 = x0.flip(-1)
+        return x0
+
+    def _resize(self, array: Tensor, where: str) -> Tensor:
+        size, wanted = tuple(array.shape[1:]), self.shape[1:]
+        transform = self.transform
+        if len(wanted) != 2 or array.dtype != torch.uint8:
+            raise DataError(f"{where} is {size}, the model takes {wanted}: resize it before handing it over")
+        if transform.resize is None and transform.crop is None:
+            raise DataError(
+                f"{where} is {size[0]}x{size[1]}, the model takes {wanted[0]}x{wanted[1]}: "
+                "pass resize='shorter' (and crop='center') or resize='exact'"
+            )
+        planes = [Image.fromarray(plane.numpy()) for plane in array]
+        height, width = size
+        if transform.resize == "exact":
+            height, width = wanted
+        elif transform.resize == "shorter":
+            factor = max(wanted[0] / height, wanted[1] / width)
+            height, width = max(wanted[0], round(height * factor)), max(wanted[1], round(width * factor))
+        if (height, width) != size:
+            planes = [plane.resize((width, height), Image.Resampling.BICUBIC) for plane in planes]
+        if transform.crop == "center" and height >= wanted[0] and width >= wanted[1]:
+            top, left = (height - wanted[0]) // 2, (width - wanted[1]) // 2
+            planes = [plane.crop((left, top, left + wanted[1], top + wanted[0])) for plane in planes]
+        out = torch.stack([torch.from_numpy(np.array(plane)) for plane in planes])
+        if tuple(out.shape) != self.shape:
+            raise DataError(
+                f"{where} is {out.shape[1]}x{out.shape[2]} after resize={transform.resize!r} and "
+                f"crop={transform.crop!r}; the model takes {wanted[0]}x{wanted[1]}"
+            )
+        return out
+
+    def _scale(self, array: Tensor, where: str) -> Tensor:
+        if self.model_range is None:
+            return array.to(torch.float32)
+        if array.dtype == torch.uint8:
+            low, high = 0.0, 255.0
+        elif array.is_floating_point():
+            x0 = array.to(torch.float32)
+            if self.transform.data_range is None:
+                self._refuse_ambiguous(x0, where)
+                low, high = self.model_range
+            else:
+                low, high = self.transform.data_range
+            slack = 1e-3 * (high - low)
+            if float(x0.min()) < low - slack or float(x0.max()) > high + slack:
+                raise DataError(
+                    f"{where} spans {float(x0.min()):.3g}..{float(x0.max()):.3g}, outside {low:g}..{high:g}: "
+                    "say what range it is in with data_range=(low, high)"
+                )
+        else:
+            raise DataError(f"{where} holds {array.dtype} values; expected 8-bit or floating point")
+        bottom, top = self.model_range
+        return (array.to(torch.float32) - low) * ((top - bottom) / (high - low)) + bottom
+
+    def _refuse_ambiguous(self, x0: Tensor, where: str) -> None:
+        """A float image without a single value below zero is most likely in [0, 1], but we cannot know."""
+        if self.model_range is not None and self.model_range[0] < 0 and float(x0.min()) >= 0:
+            low, high = self.model_range
+            raise DataError(
+                f"{where} is floating point with no value below 0, and the model takes {low:g}..{high:g}: "
+                f"pass data_range=(0, 1), or data_range=({low:g}, {high:g}) if that is how it is meant"
+            )
+
+
+def digest(x0: Tensor) -> int:
+    """A 64-bit digest of a batch, the same in any order and any batch size, for the data's fingerprint."""
+    total = 0
+    for row in x0.cpu().contiguous():
+        total += int.from_bytes(hashlib.blake2b(row.numpy().tobytes(), digest_size=8).digest(), "little")
+    return total & ((1 << 64) - 1)
+
+
+def _open(source: Any) -> tuple[Any, Any, str]:
+    """(samples, labels or None, a name for error messages)."""
+    if isinstance(source, (str, Path)):
+        path = Path(source)
+        if path.is_dir():
+            return _list_images(path), None, str(path)
+        if path.suffix in (".npy", ".npz"):
+            return (*_open_numpy(path), str(path))
+        raise DataError(
+            f"{path} is {'not a folder, .npy or .npz' if path.exists() else 'not there'}: "
+            "pass a folder of images or an array file"
+        )
+    if isinstance(source, (Tensor, np.ndarray)):
+        return source, None, "the array"
+    if isinstance(source, Mapping):
+        raise DataError("pass one split of the dataset, for instance dataset['train']")
+    if hasattr(source, "__getitem__") or isinstance(source, Iterable):
+        return source, None, type(source).__name__
+    raise DataError(f"cannot read images from {type(source).__name__}")
+
+
+def _list_images(folder: Path) -> list[Path]:
+    known = set(Image.registered_extensions())
+    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in known and p.is_file())
+    if not files:
+        raise DataError(f"{folder} holds no image that Pillow can read")
+    return files
+
+
+def _open_numpy(path: Path) -> tuple[Any, Any]:
+    try:
+        if path.suffix == ".npy":
+            return np.load(path, mmap_mode="r", allow_pickle=False), None
+        with np.load(path, allow_pickle=False) as archive:
+            names = list(archive.files)
+            image = next((n for n in (*_IMAGE_KEYS, "arr_0") if n in names), None)
+            if image is None:
+                raise DataError(f"{path} has arrays {names}; expected one named {', '.join(_IMAGE_KEYS)}")
+            label = next((n for n in _LABEL_KEYS if n in names), None)
+            return archive[image], archive[label] if label else None
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def _read_image(path: Path) -> Image.Image:
+    try:
+        with Image.open(path) as image:
+            image.load()
+            return image
+    except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"{path} cannot be read as an image: {error}") from None
+
+
+def _to_array(image: Image.Image, channels: int, where: str) -> np.ndarray[Any, Any]:
+    if image.mode in ("I", "I;16", "I;16B", "F"):
+        raise DataError(f"{where} is a {image.mode} image; convert it to 8 bits first")
+    mode = _MODES.get(channels)
+    if mode is None:
+        raise DataError(f"{where} is an image, the model takes {channels} channels: pass arrays instead")
+    colour = image.mode not in ("1", "L", "LA")
+    if channels == 1 and colour:
+        raise DataError(f"{where} is a colour image ({image.mode}), the model takes one channel")
+    if channels == 3 and image.mode in ("RGBA", "LA", "PA"):
+        raise DataError(f"{where} has transparency ({image.mode}), the model takes RGB: flatten it first")
+    return np.asarray(image.convert(mode)).reshape(image.height, image.width, channels)
+
+
+def _split(item: Any) -> tuple[Any, Any]:
+    """(image, label) of whatever a dataset yields."""
+    if isinstance(item, Mapping):
+        key = next((k for k in _IMAGE_KEYS if k in item), None)
+        if key is None:
+            raise DataError(
+                f"the dataset's rows have {sorted(map(str, item))}; expected a column named 'image'"
+            )
+        label = next((item[k] for k in _LABEL_KEYS if k in item), None)
+        return item[key], label
+    if isinstance(item, (tuple, list)) and len(item) == 2 and not isinstance(item[0], (int, float)):
+        return item[0], item[1]
+    if isinstance(item, (tuple, list)) and len(item) == 1:
+        return item[0], None
+    return item, None
+
+
+def _channels_first(array: Tensor, shape: tuple[int, ...], where: str) -> Tensor:
+    if array.dim() == len(shape) - 1 and shape[0] == 1:
+        array = array.unsqueeze(0)
+    if array.dim() != len(shape):
+        raise DataError(f"{where} has shape {tuple(array.shape)}, the model takes {shape}")
+    if array.shape[0] != shape[0] and array.shape[-1] == shape[0]:
+        array = array.movedim(-1, 0)
+    if array.shape[0] != shape[0]:
+        raise DataError(f"{where} has shape {tuple(array.shape)}: the model takes {shape[0]} channels")
+    return array
+
+
+def _stack(rows: list[tuple[int, Tensor, Any]]) -> Batch:
+    labels = [label for _, _, label in rows]
+    y = None if any(label is None for label in labels) else torch.as_tensor(np.asarray(labels))
+    return Batch(torch.tensor([i for i, _, _ in rows]), torch.stack([x for _, x, _ in rows]), y)

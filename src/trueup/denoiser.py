@@ -1,0 +1,151 @@
+"""What a network looks like to us: one call (x_t, t, y) -> output, with its process and parametrization."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trueup.errors import ModelError
+from trueup.parametrization import Parametrization
+from trueup.process import NoiseProcess
+
+_SAMPLED = 4096  # weights hashed per tensor: enough to tell checkpoints apart, quick for billions
+_COARSER = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def prediction(raw: Any) -> Tensor:
+    """The tensor inside whatever a network returns: itself, `.sample`, or the first of a tuple."""
+    if isinstance(raw, Tensor):
+        return raw
+    sample = getattr(raw, "sample", None)
+    if isinstance(sample, Tensor):
+        return sample
+    if isinstance(raw, (tuple, list)) and raw and isinstance(raw[0], Tensor):
+        return raw[0]
+    raise ModelError(
+        f"the network returned {type(raw).__name__}; expected a tensor, a tuple, or an object with .sample"
+    )
+
+
+class Denoiser:
+    """Any network with the noise it was trained on and what it predicts.
+
+    `network` is called as `network(x_t, t)`, or `network(x_t, t, y)` for a conditional one, with x_t of
+    shape (B, *shape) and t of shape (B,). `shape` is one sample's, channels first. `data_range` is what
+    the network was trained on; None means the data is not images (latents, say) and is not rescaled.
+
+    >>> from trueup.process import ContinuousVP
+    >>> net = Denoiser(lambda x_t, t: x_t, ContinuousVP(), "noise", shape=(1, 8, 8))
+    >>> net(torch.zeros(2, 1, 8, 8), torch.tensor([0.1, 0.5])).shape
+    torch.Size([2, 1, 8, 8])
+    """
+
+    def __init__(
+        self,
+        network: Callable[..., Any],
+        process: NoiseProcess,
+        parametrization: Parametrization | str,
+        shape: Sequence[int],
+        *,
+        data_range: tuple[float, float] | None = (-1.0, 1.0),
+        conditional: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        call: Callable[..., Any] | None = None,
+        description: str | None = None,
+    ):
+        if not callable(network):
+            raise ModelError(f"a network must be callable, got {type(network).__name__}")
+        if not isinstance(process, NoiseProcess):
+            raise ModelError("process must be a NoiseProcess: see trueup.process, or pass a scheduler")
+        self.network = network
+        self.process = process
+        self.parametrization = (
+            parametrization
+            if isinstance(parametrization, Parametrization)
+            else Parametrization(parametrization)
+        )
+        self.shape = tuple(int(n) for n in shape)
+        if len(self.shape) < 2 or min(self.shape) < 1:
+            raise ModelError(f"shape is one sample's, (channels, *spatial), got {self.shape}")
+        self.data_range = data_range
+        self.conditional = conditional
+        self._call = call or network
+        weight = next(network.parameters(), None) if isinstance(network, nn.Module) else None
+        self.device = torch.device(device or (weight.device if weight is not None else "cpu"))
+        self.dtype = dtype or (weight.dtype if weight is not None else torch.float32)
+        self.description = description or type(network).__name__
+
+    def __call__(self, x_t: Tensor, t: Tensor, y: Any = None) -> Tensor:
+        """The network's prediction, mean channels only (a learned variance is cut off)."""
+        times = t
+        if self.process.integer_times and not t.is_floating_point():
+            times = t.to(torch.int64)
+        args = (x_t.to(self.dtype), times) if not self.conditional else (x_t.to(self.dtype), times, y)
+        output = prediction(self._call(*args))
+        channels = self.shape[0]
+        if output.shape[0] != x_t.shape[0] or output.shape[2:] != x_t.shape[2:]:
+            raise ModelError(
+                f"the network returned {tuple(output.shape)} for an input of {tuple(x_t.shape)}: "
+                "the batch and spatial sizes must agree"
+            )
+        if output.shape[1] not in (channels, 2 * channels):
+            raise ModelError(
+                f"the network returned {output.shape[1]} channels for {channels}: expected {channels}, "
+                f"or {2 * channels} with a learned variance"
+            )
+        return output[:, :channels]
+
+    def fingerprint(self) -> dict[str, str]:
+        """Hashes of the weights; empty for a network without any."""
+        return fingerprint(self.network)
+
+    def to(self, device: torch.device | str) -> Denoiser:
+        """Move the network; returns self."""
+        self.device = torch.device(device)
+        if isinstance(self.network, nn.Module):
+            self.network.to(self.device)
+        return self
+
+
+def fingerprint(network: Any) -> dict[str, str]:
+    """Hash a network's weights as they are and as each coarser dtype would hold them.
+
+    A calibration made in float32 is then recognised by the same network in half precision.
+    """
+    if not isinstance(network, nn.Module):
+        return {}
+    parameters = sorted(
+        (name.replace("_orig_mod.", ""), p.detach())
+        for name, p in network.named_parameters()
+        if p.device.type != "meta"
+    )
+    if not parameters:
+        return {}
+    halves = {p.dtype for _, p in parameters if p.is_floating_point()}
+    dtypes = tuple(halves) if len(halves) == 1 and halves <= set(_COARSER[1:]) else _COARSER
+    return {str(dtype).removeprefix("torch."): _hash(parameters, dtype) for dtype in dtypes}
+
+
+def same_weights(ours: dict[str, str], theirs: dict[str, str]) -> bool:
+    """Whether two fingerprints agree at the finest dtype that both have."""
+    common = [str(d).removeprefix("torch.") for d in _COARSER]
+    common = [name for name in common if name in ours and name in theirs]
+    return bool(common) and ours[common[0]] == theirs[common[0]]
+
+
+def _hash(parameters: list[tuple[str, Tensor]], dtype: torch.dtype) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, p in parameters:
+        flat = p.reshape(-1)
+        stride = max(1, flat.numel() // _SAMPLED)
+        values = flat[::stride].to("cpu")
+        if values.is_floating_point():
+            values = values.to(dtype).to(torch.float32)
+        digest.update(f"{name}{tuple(p.shape)}".encode())
+        digest.update(values.contiguous().numpy().tobytes())
+    return digest.hexdigest()

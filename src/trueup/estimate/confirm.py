@@ -1,0 +1,77 @@
+"""Held-out images decide: a correction stays where they confirm it, and goes where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trueup.correction import Correction
+from trueup.estimate.moments import Moments
+from trueup.estimate.shrink import kernel_weights
+from trueup.estimate.statistics import threshold
+
+SIGMAS = 2.0  # how sure held-out images must be before anything is kept
+WIDTH = 0.8  # lam over which held-out evidence is pooled
+
+
+@dataclass
+class HeldOut:
+    """What corrections fitted without a fold did on that fold."""
+
+    product: Tensor  # (F, L, bands): sum of residual . correction
+    square: Tensor  # (F, L, bands): sum of |correction|^2
+
+    def gain(self, scale: Tensor | float = 1.0) -> Tensor:
+        """Loss removed by `scale` times the correction, summed over samples, (F, L, bands); equation 22."""
+        return 2 * scale * self.product - scale * scale * self.square
+
+
+def score(moments: Moments, correction: Correction, residual: Tensor | None = None) -> HeldOut:
+    """Products and squares of a correction on samples, exactly, from their moments.
+
+    `residual` (F, L, C, K), fold sums of the residual less its known-mean controls, may stand in for the
+    residual where it meets the constant part: same expectation, less noise.
+    """
+    bands = moments.bands
+    b, a, d = correction.b, correction.a, correction.d  # (L, C, K), (L, C, bands) twice
+    r, o, u = (moments.first[:, :, i] for i in range(3))  # (F, L, C, K)
+    _, ro, ru, oo, ou, uu = (moments.second[:, :, i] for i in range(6))  # (F, L, C, bands)
+    rows = moments.rows.reshape(-1, 1, 1, 1)
+    product = bands.sum(b * (r if residual is None else residual)) + a * ro + d * ru
+    square = rows * bands.sum(b * b) + a * a * oo + d * d * uu
+    square = square + 2 * (a * bands.sum(b * o) + d * bands.sum(b * u) + a * d * ou)
+    return HeldOut(product.sum(2), square.sum(2))
+
+
+def cross_validate(moments: Moments, residual: Tensor, fit: Callable[[Moments], Correction]) -> HeldOut:
+    """Fit without each fold in turn and score on it."""
+    parts = [
+        score(moments.only(fold), fit(moments.without(fold)), residual[fold : fold + 1])
+        for fold in range(moments.folds)
+    ]
+    return HeldOut(torch.cat([p.product for p in parts]), torch.cat([p.square for p in parts]))
+
+
+def confirmed_scale(held: HeldOut, rows: Tensor, lam: Tensor) -> Tensor:
+    """How much of the correction to keep, (L, bands) in [0, 1]; equation 23.
+
+    The best scale on held-out samples is product/square; it is shrunk by (1 - (z/t)^2)+, with t the
+    product's own t statistic over folds, so that it is zero until the evidence passes z.
+    """
+    folds = len(rows)
+    weights = kernel_weights(lam, WIDTH)
+    product = torch.einsum("ij,fjb->fib", weights, held.product)
+    square = torch.einsum("ij,fjb->fib", weights, held.square).sum(0)
+    total = product.sum(0)
+    share = (rows / rows.sum()).reshape(-1, 1, 1)
+    error = ((product - share * total).square().sum(0) * folds / (folds - 1)).sqrt()
+    best = (total / square.clamp_min(1e-300)).clamp(0.0, 1.0)
+    surprise = threshold(SIGMAS, folds) * error / total.clamp_min(1e-300)
+    kept = (1.0 - surprise.square()).clamp_min(0.0) * best
+    scale = torch.where((total > 0) & (square > 0), kept, torch.zeros_like(kept))
+    # A level whose bands together lost on held-out samples keeps nothing.
+    level_gain = held.gain(scale).sum((0, 2))
+    return scale * (level_gain > 0).to(scale.dtype)[:, None]

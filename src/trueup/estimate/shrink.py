@@ -1,0 +1,100 @@
+"""Shrinking towards zero and smoothing over noise levels, as one linear operator per band.
+
+Estimates at L noise levels, Y = truth + noise, with noise correlated across levels because the levels
+share their images. Truth has a Gaussian-process prior over lam whose amplitude is measured locally,
+as a lower confidence bound, so that what the data does not support gets amplitude zero (equations 19
+to 21 of docs/math.md).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+AMPLITUDE_WIDTH = 0.8  # lam over which an amplitude is shared
+AMPLITUDE_SIGMAS = 1.5  # how far below its estimate the amplitude is taken
+LENGTHS = (0.5, 1.2, 3.0, 8.0)  # candidate correlation lengths over lam; the data picks
+CORRELATION_FLOOR = 0.1  # share of noise taken as independent between levels
+POOL_WEIGHT = 40.0  # how many degrees of freedom the correlation pooled over bands counts for
+
+
+def kernel_weights(lam: Tensor, width: float) -> Tensor:
+    """Gaussian weights over lam, rows sum to one, (L, L)."""
+    weights = torch.exp(-0.5 * ((lam[:, None] - lam[None, :]) / width) ** 2)
+    return weights / weights.sum(1, keepdim=True)
+
+
+def noise_correlation(deviations: list[Tensor]) -> Tensor:
+    """Correlation of the noise between levels, (bands, L, L), from fold deviations (F, L, columns).
+
+    A band with few coefficients knows its own correlation badly, so each is pulled towards the average.
+    """
+    own, weight = [], []
+    for deviation in deviations:
+        folds, levels, columns = deviation.shape
+        rows = deviation.transpose(0, 1).reshape(levels, -1)
+        rows = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-300)
+        own.append(rows @ rows.T)
+        weight.append((folds - 1) * columns)
+    correlation = torch.stack(own)
+    share = torch.tensor(weight, dtype=correlation.dtype)[:, None, None]
+    correlation = (share * correlation + POOL_WEIGHT * correlation.mean(0)) / (share + POOL_WEIGHT)
+    eye = torch.eye(correlation.shape[-1], dtype=correlation.dtype)
+    return (1 - CORRELATION_FLOOR) * correlation + CORRELATION_FLOOR * eye
+
+
+def effective_columns(deviation: Tensor) -> float:
+    """How many independent numbers the columns amount to, (tr S)^2 / tr(S^2), from fold deviations.
+
+    Channels of one frequency err together (brightness), so three of them count for less than three.
+    """
+    folds, _, columns = deviation.shape
+    if columns == 1 or folds < 4:
+        return 1.0
+    gram = torch.einsum("flm,glm->lfg", deviation, deviation)
+    diagonal = torch.diagonal(gram, dim1=1, dim2=2)
+    trace = diagonal.sum(1) / (folds - 1)
+    trace2 = (gram.square().sum((1, 2)) - diagonal.square().sum(1)) / (folds * (folds - 1))
+    ratio = (trace.square() / trace2.clamp_min(1e-300)).clamp(1.0, float(columns))
+    return float(ratio.log().mean().exp())
+
+
+def shrinker(
+    gram: Tensor, noise_sd: Tensor, correlation: Tensor, columns: Tensor, effective: Tensor, lam: Tensor
+) -> Tensor:
+    """The operator (bands, L, L) that turns estimates at all levels into shrunk, smoothed ones.
+
+    gram (bands, L, L) is Y Y' summed over columns, noise_sd (bands, L) the noise of one column,
+    correlation (bands, L, L) that of the noise between levels.
+    """
+    in_noise = gram / (noise_sd[:, :, None] * noise_sd[:, None, :])  # from here on, in units of the noise
+    # Local amplitude, equation 20: how far the mean square stands above the noise.
+    excess = torch.diagonal(in_noise, dim1=1, dim2=2) / columns[:, None] - 1.0
+    weights = kernel_weights(lam, AMPLITUDE_WIDTH)
+    local = excess @ weights.T
+    spread = torch.einsum("ij,bjk,ik->bi", weights, correlation.square(), weights)
+    bound = local - AMPLITUDE_SIGMAS * (2.0 / effective[:, None] * spread).sqrt()
+    amplitude = bound.clamp_min(0.0).sqrt()  # (bands, L)
+    # Posterior mean, equation 21, in coordinates where the noise is white.
+    eigenvalue, vector = torch.linalg.eigh(correlation)
+    root = eigenvalue.clamp_min(1e-3).sqrt()
+    whiten = (vector / root[:, None, :]) @ vector.transpose(1, 2)
+    colour = (vector * root[:, None, :]) @ vector.transpose(1, 2)
+    white_gram = whiten @ in_noise @ whiten
+    distance = (lam[:, None] - lam[None, :]).abs()
+    best = torch.zeros(len(noise_sd), dtype=gram.dtype)
+    operator = torch.zeros_like(gram)
+    for length in LENGTHS:
+        scaled = distance * (3**0.5 / length)
+        matern = (1 + scaled) * torch.exp(-scaled)
+        prior = matern * amplitude[:, :, None] * amplitude[:, None, :]
+        strength, basis = torch.linalg.eigh(whiten @ prior @ whiten)
+        strength = strength.clamp_min(0.0)
+        keep = strength / (1 + strength)
+        power = torch.einsum("bij,bik,bkj->bj", basis, white_gram, basis)
+        evidence = 0.5 * ((power * keep).sum(1) - columns * strength.log1p().sum(1))
+        candidate = colour @ (basis * keep[:, None, :]) @ basis.transpose(1, 2) @ whiten
+        better = evidence > best  # below zero, no correction at all explains the data better
+        best = torch.where(better, evidence, best)
+        operator = torch.where(better[:, None, None], candidate, operator)
+    return operator * noise_sd[:, :, None] / noise_sd[:, None, :]

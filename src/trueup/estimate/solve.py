@@ -1,0 +1,238 @@
+"""From moments to a calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trueup.calibration import Calibration, Evidence
+from trueup.correction import Correction
+from trueup.errors import TrueupError
+from trueup.estimate.collect import measure
+from trueup.estimate.confirm import confirmed_scale, cross_validate
+from trueup.estimate.moments import Moments
+from trueup.estimate.regress import Centred, Mean, Slope, mean_residual, slopes
+from trueup.estimate.shrink import effective_columns, kernel_weights, noise_correlation, shrinker
+from trueup.estimate.statistics import mean_and_error, squared_norm, trapezoid_weights
+from trueup.parametrization import Parametrization
+from trueup.process import NoiseProcess
+
+FAMILIES = ("shift", "spectral")
+ESTIMATORS = ("plain", "paired", "regressed", "shrunk")
+INFLATION_WIDTH = 1.0  # lam over which the excess of fold scatter over model variance is averaged
+
+
+def calibrate(
+    model: Any,
+    data: Any,
+    *,
+    images: int | None = 500,
+    family: str = "spectral",
+    estimator: str = "shrunk",
+    levels: Sequence[float] | Tensor | None = None,
+    mean_images: int = 0,
+    seed: int = 0,
+    antithetic: bool = False,
+    batch_size: int = 32,
+    resize: str | None = None,
+    crop: str | None = None,
+    flip: bool = False,
+    data_range: tuple[float, float] | None = None,
+    edges: Sequence[float] | None = None,
+    scheduler: Any = None,
+    process: NoiseProcess | None = None,
+    parametrization: Parametrization | str | None = None,
+    device: torch.device | str | None = None,
+    progress: bool | None = None,
+) -> Calibration:
+    """Measure a network on images and fit the correction that images it has not seen confirm.
+
+    model: a diffusers pipeline, a diffusers model or saved directory (with `scheduler` if it has none of
+    its own), or a `Denoiser` around any network. data: a folder of images, .npy/.npz, a tensor, a dataset
+    or an iterable; see `trueup.data.Transform` for resize, crop, flip and data_range. images: how many to
+    use, None for all. family: "shift" (the paper's) or "spectral". estimator: "shrunk", or the unshrunk
+    "plain" (the paper's), "paired", "regressed".
+    """
+    _check(family, estimator)
+    moments = measure(
+        model,
+        data,
+        images=images,
+        levels=levels,
+        mean_images=mean_images,
+        seed=seed,
+        antithetic=antithetic,
+        batch_size=batch_size,
+        resize=resize,
+        crop=crop,
+        flip=flip,
+        data_range=data_range,
+        edges=edges,
+        scheduler=scheduler,
+        process=process,
+        parametrization=parametrization,
+        device=device,
+        progress=progress,
+    )
+    return fit(moments, family=family, estimator=estimator)
+
+
+def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk") -> Calibration:
+    """Fit a calibration to moments; fast, no network involved."""
+    _check(family, estimator)
+    if moments.images == 0:
+        raise TrueupError("these moments hold no samples")
+    moments = moments.used()
+    parametrization = Parametrization(**moments.provenance["parametrization"])
+
+    def once(part: Moments) -> Correction:
+        return _fit_once(part, family, estimator, parametrization)
+
+    centred = Centred(moments)
+    correction = once(moments)
+    shift = mean_residual(
+        centred, "paired" if moments.images < 8 else "shrunk", parametrization, *_no_slopes(moments)
+    )
+    residual = centred.fold_sums(shift.combination) + moments.rows.reshape(-1, 1, 1, 1) * shift.offset
+    held = cross_validate(moments, residual, once) if moments.folds > 1 else None
+    scale = torch.ones(moments.levels, moments.bands.count, dtype=torch.float64)
+    if estimator == "shrunk":
+        scale = confirmed_scale(held, moments.rows, moments.lam) if held is not None else 0 * scale
+        correction = correction.scaled(scale)
+    weights = trapezoid_weights(moments.lam)
+    dimensions = moments.first.shape[-1] * moments.shape[0]
+
+    nothing = torch.full((moments.levels,), torch.nan, dtype=torch.float64)
+    gain, gain_se = nothing, nothing
+    bound, bound_se = nothing[0], nothing[0]
+    if held is not None:
+        by_fold = held.gain(scale).sum(2)  # (F, L)
+        gain, gain_se = mean_and_error(by_fold, moments.rows)
+        bound, bound_se = mean_and_error(by_fold @ weights, moments.rows)  # equation 26
+    gram = torch.einsum("flck,glck->lfg", residual, residual)
+    eta2, eta2_se = squared_norm(gram, moments.rows)
+    eta_bound, eta_bound_se = squared_norm(torch.einsum("l,lfg->fg", weights, gram), moments.rows)
+    loss, loss_se = mean_and_error(moments.second[:, :, 0].sum((2, 3)), moments.rows)
+    evidence = Evidence(
+        images=moments.images,
+        folds=moments.folds,
+        dimensions=dimensions,
+        loss=loss,
+        loss_se=loss_se,
+        eta2=eta2,
+        eta2_se=eta2_se,
+        gain=gain,
+        gain_se=gain_se,
+        shift_se=(shift.variance * moments.bands.sizes).sum((1, 2)).sqrt(),
+        scale=scale,
+        bound_gain=(float(bound), float(bound_se)),
+        shift_bound_gain=(float(eta_bound), float(eta_bound_se)),
+    )
+    return Calibration(
+        correction=correction,
+        t=moments.t,
+        shape=moments.shape,
+        evidence=evidence,
+        family=family,
+        estimator=estimator,
+        data_mean=moments.data_first / max(moments.data_rows, 1),
+        data_variance=_data_variance(moments),
+        data_images=moments.data_rows,
+        data_fingerprint=f"{moments.data_digest:016x}",
+        provenance=dict(moments.provenance),
+    )
+
+
+def _check(family: str, estimator: str) -> None:
+    if family not in FAMILIES:
+        raise TrueupError(f"unknown family {family!r}; choose from {', '.join(FAMILIES)}")
+    if estimator not in ESTIMATORS:
+        raise TrueupError(f"unknown estimator {estimator!r}; choose from {', '.join(ESTIMATORS)}")
+    if family == "spectral" and estimator == "plain":
+        raise TrueupError("plain is the paper's estimator of a constant shift: use family='shift' with it")
+
+
+def _no_slopes(moments: Moments) -> tuple[Tensor, Tensor]:
+    zero = torch.zeros_like(moments.second[0, :, 0])  # (L, C, bands)
+    return zero, zero
+
+
+def _fit_once(moments: Moments, family: str, estimator: str, parametrization: Parametrization) -> Correction:
+    centred = Centred(moments)
+    a, d = _no_slopes(moments)
+    shrink = estimator == "shrunk"
+    if family == "spectral" and moments.images > 2:
+        innovation, on_u, rho = slopes(centred)
+        if shrink:
+            on_innovation = _shrink_slope(innovation, moments)
+            on_input = _shrink_slope(on_u, moments)
+        else:
+            on_innovation, on_input = innovation.value, on_u.value
+        a, d = on_innovation, on_input - rho * on_innovation  # equation 17
+    mean = mean_residual(centred, estimator, parametrization, a, d)
+    b = _shrink_mean(mean, centred) if shrink else mean.value
+    return Correction(moments.lam, b, a, d, moments.bands)
+
+
+def _shrink_slope(slope: Slope, moments: Moments) -> Tensor:
+    """Shrink and smooth one direction's slopes, all bands at once; channels are the columns."""
+    folds, bands, channels = moments.folds, moments.bands.count, moments.shape[0]
+    if folds < 2:
+        return torch.zeros_like(slope.value)
+    influence = [slope.influence[..., k] for k in range(bands)]  # (F, L, C) each
+    model = slope.variance.mean(1)  # (L, bands)
+    robust = slope.influence.square().sum(0).mean(1) * folds / (folds - 1)
+    weights = kernel_weights(moments.lam, INFLATION_WIDTH)
+    excess = torch.where(model > 0, robust / model.clamp_min(1e-300), torch.ones_like(model))
+    variance = model * (weights @ excess).clamp_min(1.0)
+    scale = variance.sqrt().T[:, None, :, None].clamp_min(1e-150)  # (bands, 1, L, 1)
+    columns = torch.full((bands,), float(channels), dtype=torch.float64)
+    effective = torch.tensor(
+        [effective_columns(influence[k] / scale[k]) for k in range(bands)], dtype=torch.float64
+    )
+    gram = torch.einsum("lcb,mcb->blm", slope.value, slope.value)
+    sd = torch.where(variance > 0, variance, torch.ones_like(variance)).sqrt().T  # absent slopes are zero
+    operator = shrinker(gram, sd, noise_correlation(influence), columns, effective, moments.lam)
+    return torch.einsum("blm,mcb->lcb", operator, slope.value)
+
+
+def _shrink_mean(mean: Mean, centred: Centred) -> Tensor:
+    """Shrink and smooth the map, band by band; a band's coefficients and channels are the columns."""
+    moments = centred.moments
+    if moments.folds < 2:
+        return torch.zeros_like(mean.value)
+    rows = moments.rows.reshape(-1, 1, 1, 1)
+    fold_means = centred.fold_sums(mean.combination) / rows + mean.offset
+    deviations = (fold_means - mean.value) * rows.sqrt()  # (F, L, C, K)
+    members = moments.bands.members
+    by_band = [deviations[..., index].flatten(2) for index in members]
+    values = [mean.value[..., index].flatten(1) for index in members]  # (L, C * size)
+    variance = mean.variance.mean(1)  # (L, bands)
+    if moments.draws > 1:  # two draws of one image are not two images: let the folds say
+        scatter = torch.stack([part.square().mean(2).sum(0) for part in by_band], 1)
+        scatter = scatter / (moments.folds - 1) / centred.n
+        ratio = scatter / variance.clamp_min(1e-300)
+        variance = variance * (kernel_weights(moments.lam, INFLATION_WIDTH) @ ratio)
+    sd = variance.clamp_min(1e-300).sqrt().T  # (bands, L)
+    gram = torch.stack([value @ value.T for value in values])
+    columns = torch.tensor([value.shape[1] for value in values], dtype=torch.float64)
+    effective = torch.tensor(
+        [effective_columns(part / sd[k][None, :, None]) for k, part in enumerate(by_band)],
+        dtype=torch.float64,
+    )
+    operator = shrinker(gram, sd, noise_correlation(by_band), columns, effective, moments.lam)
+    out = torch.zeros_like(mean.value)
+    for k, index in enumerate(members):
+        out[..., index] = torch.einsum("lm,mck->lck", operator[k], mean.value[..., index])
+    return out
+
+
+def _data_variance(moments: Moments) -> Tensor:
+    """Variance of the data per channel and band about its mean map, one coefficient's, (C, bands)."""
+    n = max(moments.data_rows, 1)
+    mean = moments.data_first / n
+    power = moments.data_second / n - moments.bands.sum(mean.square())
+    return power.clamp_min(0.0) / moments.bands.sizes * (n / max(n - 1, 1))

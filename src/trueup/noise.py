@@ -1,0 +1,66 @@
+"""Noise that depends on (seed, sample, level) and on nothing else.
+
+A counter-based generator: entry j of the noise of one sample at one level is a hash of
+(seed, sample, level, j), so batch size, order, rank, device and restarts cannot change it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # the finalizer constants of splitmix64
+
+
+def _signed(value: int) -> int:
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+def mix(value: int) -> int:
+    """A 64-bit hash of an integer."""
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * _MIX[0]) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX[1]) & _MASK
+    return value ^ (value >> 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts int64 arithmetically
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * _signed(_MIX[0])
+    x = (x ^ _shift_right(x, 27)) * _signed(_MIX[1])
+    return x ^ _shift_right(x, 31)
+
+
+def level_key(t: float) -> int:
+    """A level's key is its time, so the same level in another grid draws the same noise."""
+    return int(struct.unpack("<q", struct.pack("<d", float(t)))[0])
+
+
+def normal(seed: int, samples: Tensor, level: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Standard normal noise (len(samples), *shape), float32.
+
+    >>> a = normal(0, torch.tensor([5, 9]), level_key(500.0), (3, 4, 4), torch.device("cpu"))
+    >>> b = normal(0, torch.tensor([9]), level_key(500.0), (3, 4, 4), torch.device("cpu"))
+    >>> torch.equal(a[1:], b)
+    True
+    """
+    where = torch.device("cpu") if device.type == "mps" else device  # MPS has no 64-bit products
+    count = math.prod(shape)
+    pairs = (count + 1) // 2
+    stream = _signed(mix(mix(seed + _GOLDEN) ^ (level & _MASK)))
+    rows = _mix(samples.to(where, torch.int64) * _signed(_GOLDEN) + stream)  # (B,)
+    index = torch.arange(pairs, device=where, dtype=torch.int64) * _signed(_GOLDEN)
+    bits = _mix(_mix(rows[:, None] + index[None, :]))  # (B, pairs)
+    radius = (_shift_right(bits, 32) + 1).to(torch.float32).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+    angle = (bits & 0xFFFFFFFF).to(torch.float32).mul_(2 * math.pi * 2.0**-32)  # Box-Muller
+    both = torch.cat([radius * angle.cos(), radius * angle.sin()], dim=1)[:, :count]
+    return both.reshape(len(samples), *shape).to(device)
