@@ -26,12 +26,17 @@ from trueup.parametrization import Parametrization
 from trueup.process import from_settings
 
 FORMAT = 1
-_PER_LEVEL = ("loss", "loss_se", "eta2", "eta2_se", "gain", "gain_se", "shift_se")
-_LARGEST = 2**31  # bytes of one tensor; anything larger is not a calibration
+_PER_LEVEL = ("loss", "loss_se", "eta2", "eta2_se", "eta2_low", "eta2_high", "gain", "gain_se", "shift_se")
+_NAMES = ("t", "lam", "b", "a", "d", "scale", "data_mean", "data_variance")
+_LARGEST = 2**33  # bytes of one tensor in memory; anything larger is not a calibration
+_NONSENSE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def save(calibration: Calibration, path: str | PathLike[str]) -> None:
-    """Write a calibration to a temporary file beside `path`, then rename it into place."""
+    """Write a calibration to a temporary file beside `path`, then rename it into place.
+
+    What `load` would refuse is refused here, before a good file is replaced by it.
+    """
     correction, evidence = calibration.correction, calibration.evidence
     bands = correction.bands
     kept = [k for k, members in enumerate(bands.members) if bool(correction.b[..., members].any())]
@@ -39,16 +44,17 @@ def save(calibration: Calibration, path: str | PathLike[str]) -> None:
     tensors = {
         "t": calibration.t,
         "lam": correction.lam,
-        "b": correction.b[..., coefficients].to(torch.float32),
-        "a": correction.a.to(torch.float32),
-        "d": correction.d.to(torch.float32),
-        "scale": evidence.scale.to(torch.float32),
-        "data_mean": calibration.data_mean.to(torch.float32),
-        "data_variance": calibration.data_variance.to(torch.float32),
+        "b": correction.b[..., coefficients],
+        "a": correction.a,
+        "d": correction.d,
+        "scale": evidence.scale,
+        "data_mean": calibration.data_mean,
+        "data_variance": calibration.data_variance,
         **{f"evidence.{name}": getattr(evidence, name) for name in _PER_LEVEL},
     }
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    meta = {
+    # Copies: tensors that share memory, as unknown errors do, cannot be written.
+    tensors = {name: tensor.to(_dtype(name), copy=True).contiguous() for name, tensor in tensors.items()}
+    meta: dict[str, Any] = {
         "format": FORMAT,
         "trueup": __version__,
         "family": calibration.family,
@@ -64,36 +70,46 @@ def save(calibration: Calibration, path: str | PathLike[str]) -> None:
         "data_fingerprint": calibration.data_fingerprint,
         "provenance": calibration.provenance,
     }
-    meta["checksum"] = _checksum(tensors, meta)
-    _write(Path(path), to_bytes(tensors, {"trueup": json.dumps(meta, sort_keys=True, allow_nan=False)}))
+    try:
+        meta = json.loads(json.dumps(meta, allow_nan=False, default=_plain))  # as `load` will see it
+        _build(meta, tensors)
+        meta["checksum"] = _checksum(tensors, meta)
+        content = to_bytes(tensors, {"trueup": json.dumps(meta, sort_keys=True)})
+    except (TrueupError, *_NONSENSE) as error:
+        raise ArtifactError(f"cannot save this calibration: {_reason(error)}") from None
+    _write(Path(path), content)
 
 
 def load(path: str | PathLike[str]) -> Calibration:
     """Read a calibration; anything damaged, inconsistent or unknown raises ArtifactError with the reason."""
     path = Path(path)
+    if path.is_dir():
+        raise ArtifactError(f"{path} is a directory, not a calibration file")
     try:
         with safe_open(path, framework="pt") as file:
             meta = _meta(file.metadata(), path)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            # Copies: what safe_open returns stays tied to the file, and changes or crashes with it.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise ArtifactError(f"{path} does not exist") from None
-    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError, OverflowError, TypeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ArtifactError(f"{path} cannot be read as a calibration: {reason}") from None
+    except (SafetensorError, OSError, *_NONSENSE) as error:
+        raise ArtifactError(f"{path} cannot be read as a calibration: {_reason(error)}") from None
     try:
+        stated = meta.pop("checksum", None)
+        if stated != _checksum(tensors, meta):
+            raise ArtifactError("its checksum does not match: the file was damaged or edited")
         return _build(meta, tensors)
     except ArtifactError as error:
         raise ArtifactError(f"{path}: {error}") from None
-    except (TrueupError, KeyError, TypeError, ValueError, IndexError, RuntimeError, OverflowError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ArtifactError(f"{path} is damaged: {type(error).__name__}: {reason}") from None
+    except (TrueupError, *_NONSENSE) as error:
+        raise ArtifactError(f"{path} is damaged: {type(error).__name__}: {_reason(error)}") from None
 
 
 def _meta(raw: Mapping[str, str] | None, path: Path) -> dict[str, Any]:
     if not raw or "trueup" not in raw:
         raise ArtifactError(f"{path} is not a trueup calibration")
     try:
-        meta = json.loads(raw["trueup"])
+        meta = json.loads(raw["trueup"], parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         raise ArtifactError(f"{path} has unreadable metadata") from None
     if not isinstance(meta, dict) or not isinstance(meta.get("format"), int):
@@ -108,40 +124,32 @@ def _meta(raw: Mapping[str, str] | None, path: Path) -> dict[str, Any]:
 
 
 def _build(meta: dict[str, Any], tensors: dict[str, Tensor]) -> Calibration:
-    stated = meta.pop("checksum", None)
-    if stated != _checksum(tensors, meta):
-        raise ArtifactError("its checksum does not match: the file was damaged or edited")
     shape = tuple(meta["shape"])
-    if len(shape) < 2 or not all(isinstance(n, int) and 0 < n < 2**20 for n in shape):
+    if len(shape) < 2 or not all(type(n) is int and 0 < n < 2**20 for n in shape):
         raise ArtifactError("its sample shape makes no sense")
-    if math.prod(shape) * 4 > _LARGEST:
-        raise ArtifactError("its sample shape is too large")
+    if set(tensors) != {*_NAMES, *(f"evidence.{name}" for name in _PER_LEVEL)}:
+        raise ArtifactError("its tensors are not those of a calibration")
+    levels, channels, size = len(tensors["t"]), shape[0], math.prod(shape[1:])
+    # Before anything is built: a map that is in the file, times levels that are, bounds what we allocate.
+    _check(tensors, {"data_mean": (channels, size), "t": (levels,)})
+    if levels < 1 or levels * channels * size * 8 > _LARGEST:
+        raise ArtifactError(f"{levels} levels of samples of shape {shape} make no sense")
     bands = Bands(shape[1:], meta["band_edges"])
     kept = meta["kept_bands"]
-    if kept != sorted(set(kept)) or any(not 0 <= k < bands.count for k in kept):
+    if kept != sorted(set(kept)) or not all(type(k) is int and 0 <= k < bands.count for k in kept):
         raise ArtifactError("its list of kept bands makes no sense")
     coefficients = _coefficients(bands, kept)
-    levels, channels, size = len(tensors["t"]), shape[0], math.prod(shape[1:])
     expected = {
-        "t": (levels,),
         "lam": (levels,),
         "b": (levels, channels, len(coefficients)),
         "a": (levels, channels, bands.count),
         "d": (levels, channels, bands.count),
         "scale": (levels, bands.count),
-        "data_mean": (channels, size),
         "data_variance": (channels, bands.count),
         **{f"evidence.{name}": (levels,) for name in _PER_LEVEL},
     }
-    if levels < 1 or set(tensors) != set(expected):
-        raise ArtifactError("its tensors are not those of a calibration")
-    for name, dims in expected.items():
-        tensor = tensors[name]
-        if tuple(tensor.shape) != dims or not tensor.is_floating_point():
-            raise ArtifactError(f"{name} has shape {tuple(tensor.shape)}, expected {dims}")
-        if not name.startswith("evidence.") and not torch.isfinite(tensor).all():
-            raise ArtifactError(f"{name} holds values that are not finite")
-    t, lam = tensors["t"].double(), tensors["lam"].double()
+    _check(tensors, expected)
+    t, lam = tensors["t"], tensors["lam"]
     provenance = meta["provenance"]
     process = from_settings(provenance["process"])
     Parametrization(**provenance["parametrization"])
@@ -149,16 +157,18 @@ def _build(meta: dict[str, Any], tensors: dict[str, Tensor]) -> Calibration:
         raise ArtifactError("its noise levels are out of order")
     if not torch.allclose(process.lam(t), lam, rtol=1e-6, atol=1e-6):
         raise ArtifactError("its noise levels do not belong to its noise process")
+    if not isinstance(provenance.get("weights", {}), dict):
+        raise ArtifactError("its fingerprint of the weights makes no sense")
     b = torch.zeros(levels, channels, size, dtype=torch.float64)
     b[..., coefficients] = tensors["b"].double()
     evidence = Evidence(
-        images=int(meta["images"]),
-        folds=int(meta["folds"]),
+        images=_count(meta, "images"),
+        folds=_count(meta, "folds"),
         dimensions=channels * size,
         scale=tensors["scale"].double(),
-        bound_gain=_pair(meta["bound_gain"]),
-        shift_bound_gain=_pair(meta["shift_bound_gain"]),
-        **{name: tensors[f"evidence.{name}"].double() for name in _PER_LEVEL},
+        bound_gain=_floats(meta["bound_gain"], 2),
+        shift_bound_gain=_floats(meta["shift_bound_gain"], 3),
+        **{name: tensors[f"evidence.{name}"] for name in _PER_LEVEL},
     )
     return Calibration(
         correction=Correction(lam, b, tensors["a"].double(), tensors["d"].double(), bands),
@@ -169,10 +179,31 @@ def _build(meta: dict[str, Any], tensors: dict[str, Tensor]) -> Calibration:
         estimator=str(meta["estimator"]),
         data_mean=tensors["data_mean"].double(),
         data_variance=tensors["data_variance"].double(),
-        data_images=int(meta["data_images"]),
+        data_images=_count(meta, "data_images"),
         data_fingerprint=str(meta["data_fingerprint"]),
         provenance=provenance,
     )
+
+
+def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    for name, dims in expected.items():
+        tensor, dtype = tensors[name], _dtype(name)
+        if tuple(tensor.shape) != dims or tensor.dtype != dtype:
+            found = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ArtifactError(f"{name} is {found}, expected {dtype} {dims}")
+        if not name.startswith("evidence.") and not torch.isfinite(tensor).all():
+            raise ArtifactError(f"{name} holds values that are not finite")
+
+
+def _dtype(name: str) -> torch.dtype:
+    return torch.float64 if name in ("t", "lam") or name.startswith("evidence.") else torch.float32
+
+
+def _count(meta: Mapping[str, Any], name: str) -> int:
+    value = meta[name]
+    if type(value) is not int or value < 0:
+        raise ArtifactError(f"its number of {name} is {value!r}")
+    return value
 
 
 def _coefficients(bands: Bands, kept: list[int]) -> Tensor:
@@ -184,24 +215,40 @@ def _checksum(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+        digest.update(tensor.flatten().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """A numpy or torch number as a Python one."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} {value!r} cannot be written as JSON")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _json_float(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _pair(values: list[float | None]) -> tuple[float, float]:
-    first, second = (math.nan if v is None else float(v) for v in values)
-    return first, second
+def _floats(values: list[float | None], count: int) -> Any:
+    if len(values) != count:
+        raise ArtifactError("its totals make no sense")
+    return tuple(math.nan if v is None else float(v) for v in values)
 
 
 def _write(path: Path, content: bytes) -> None:
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.tmp-")
     except OSError as error:
-        raise ArtifactError(f"cannot write {path}: {error.strerror}") from None
+        raise ArtifactError(f"cannot write {path}: {error.strerror or error}") from None
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
@@ -213,7 +260,7 @@ def _write(path: Path, content: bytes) -> None:
         Path(name).replace(path)
     except OSError as error:
         Path(name).unlink(missing_ok=True)
-        raise ArtifactError(f"cannot write {path}: {error.strerror}") from None
+        raise ArtifactError(f"cannot write {path}: {error.strerror or error}") from None
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise

@@ -304,5 +304,6 @@ def _box(used: Tensor, spatial: tuple[int, ...]) -> tuple[int, ...]:
 
 def _crop(part: Tensor, spatial: tuple[int, ...], box: tuple[int, ...]) -> Tensor:
     grid = part.reshape(*part.shape[:-1], *spatial)
-    corner = (Ellipsis, *(slice(0, n) for n in box))
-    return grid[corner].flatten(1)
+    for axis, size in enumerate(box):
+        grid = grid.narrow(axis - len(box), 0, size)
+    return grid.flatten(1)

@@ -20,9 +20,10 @@ def dct_matrix(size: int) -> Tensor:
     >>> bool(torch.allclose(C @ C.T, torch.eye(8, dtype=torch.float64)))
     True
     """
-    k = torch.arange(size, dtype=torch.float64)
-    matrix = torch.cos(math.pi * (k[None, :] + 0.5) * k[:, None] / size) * math.sqrt(2.0 / size)
-    matrix[0] /= math.sqrt(2.0)
+    with torch.inference_mode(False):  # cached: a first call under inference_mode must not poison autograd
+        k = torch.arange(size, dtype=torch.float64)
+        matrix = torch.cos(math.pi * (k[None, :] + 0.5) * k[:, None] / size) * math.sqrt(2.0 / size)
+        matrix[0] /= math.sqrt(2.0)
     return matrix
 
 

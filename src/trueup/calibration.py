@@ -31,12 +31,14 @@ class Evidence:
     loss_se: Tensor
     eta2: Tensor  # (L,)
     eta2_se: Tensor
+    eta2_low: Tensor  # 95% interval
+    eta2_high: Tensor
     gain: Tensor  # (L,)
     gain_se: Tensor
     shift_se: Tensor  # (L,) standard error of the unshrunk mean residual, as the norm of a map
     scale: Tensor  # (L, bands) share of the correction held-out images confirmed
     bound_gain: tuple[float, float]  # of this correction, with its standard error
-    shift_bound_gain: tuple[float, float]  # of the ideal constant shift
+    shift_bound_gain: tuple[float, float, float]  # of the ideal constant shift, with a 95% interval
 
     @property
     def quantile(self) -> float:
@@ -121,18 +123,20 @@ class Calibration:
     def summary(self) -> str:
         """A table of what was measured at every level, the totals, and the verdict."""
         e, z = self.evidence, self.evidence.quantile
+        heads = ("t", "lam", "loss", "|mean residual|^2", "held-out gain", "of loss")
+        widths = (9, 7, 10, 24, 18, 8)
         lines = [
             f"{self.family} calibration ({self.estimator}) of {self.provenance.get('model', 'a network')}, "
             f"{e.images} images, {len(self.t)} noise levels",
             "",
-            f"{'t':>9} {'lam':>7} {'loss':>10} {'|mean residual|^2':>22} {'held-out gain':>22} {'of loss':>8}",
+            " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)),
         ]
         for row in range(len(self.t)):
             loss, gain = float(e.loss[row]), float(e.gain[row])
             lines.append(
                 f"{float(self.t[row]):9.4g} {float(self.correction.lam[row]):7.2f} {loss:10.4g} "
-                f"{_pm(float(e.eta2[row]), z * float(e.eta2_se[row])):>22} "
-                f"{_pm(gain, z * float(e.gain_se[row])):>22} {_percent(gain / loss if loss else math.nan):>8}"
+                f"{_range(float(e.eta2[row]), float(e.eta2_low[row]), float(e.eta2_high[row])):>24} "
+                f"{_pm(gain, z * float(e.gain_se[row])):>18} {_percent(gain / loss if loss else math.nan):>8}"
             )
         nats, error = e.bound_gain
         bits = _pm(e.bits_per_dim(nats), e.bits_per_dim(z * error))
@@ -156,6 +160,12 @@ def _pm(value: float, error: float) -> str:
     if math.isnan(error):
         return f"{value:.3g} ± unknown"
     return f"{value:.3g} ± {error:.2g}"
+
+
+def _range(value: float, low: float, high: float) -> str:
+    if math.isnan(value):
+        return "unknown"
+    return f"{value:.3g} ({max(low, 0.0):.2g} to {max(high, 0.0):.2g})"
 
 
 def _percent(share: float) -> str:

@@ -6,6 +6,9 @@ Samples are read one at a time, in a fixed order, and handed on in batches; noth
 from __future__ import annotations
 
 import hashlib
+import math
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,8 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from trueup.errors import DataError
 from trueup.noise import mix
@@ -23,6 +27,8 @@ from trueup.noise import mix
 _IMAGE_KEYS = ("image", "img", "pixel_values", "images", "x")
 _LABEL_KEYS = ("label", "labels", "class_labels", "y")
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+# Pillow names these formats, and does not decode them.
+_NOT_PICTURES = ("BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF")
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,10 @@ class Transform:
             raise DataError(f"resize is None, 'shorter' or 'exact', not {self.resize!r}")
         if self.crop not in (None, "center"):
             raise DataError(f"crop is None or 'center', not {self.crop!r}")
+        if self.data_range is not None:
+            finite = len(self.data_range) == 2 and all(map(math.isfinite, self.data_range))
+            if not finite or self.data_range[0] >= self.data_range[1]:
+                raise DataError(f"data_range is (low, high) with low < high, not {self.data_range!r}")
 
 
 @dataclass
@@ -75,13 +85,24 @@ class Samples:
         self.model_range = model_range
         self.transform = transform or Transform()
         self.source, self.labels, self.name = _open(source)
+        self._indexed = _is_indexed(self.source)
+        self._signed = False  # whether float samples have shown that they use the model's range
+        self._once = enumerate(self._unbatched()) if isinstance(self.source, Iterator) else None
+        self._position = 0  # how far a generator was read
 
     def __len__(self) -> int:
         """How many samples there are; raises TypeError for a stream."""
+        if not self._indexed:
+            raise TypeError(f"{self.name} is a stream: it does not say how many samples it holds")
         return len(self.source)
 
     def batches(self, size: int, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """Samples start..stop in batches; a stream is read from its beginning."""
+        """Samples start..stop in batches.
+
+        A stream is read from its beginning each time, a generator on from where it was left.
+        """
+        if size < 1:
+            raise DataError(f"a batch holds at least one sample, not {size}")
         rows: list[tuple[int, Tensor, Any]] = []
         for index, item in self._items(start, stop):
             image, label = _split(item)
@@ -95,10 +116,20 @@ class Samples:
             yield _stack(rows)
 
     def _items(self, start: int, stop: int | None) -> Iterator[tuple[int, Any]]:
-        if hasattr(self.source, "__getitem__") and hasattr(self.source, "__len__"):
+        if self._indexed:
             end = len(self.source) if stop is None else min(stop, len(self.source))
             for index in range(start, end):
                 yield index, self.source[index]
+        elif self._once is not None:
+            if start < self._position:
+                raise DataError(
+                    f"{self.name} can be read only once, and {self._position} samples of it are gone: "
+                    "pass a list or a dataset instead"
+                )
+            left = None if stop is None else max(stop, self._position) - self._position
+            for index, item in islice(self._once, start - self._position, left):
+                self._position = index + 1
+                yield index, item
         else:
             yield from islice(enumerate(self._unbatched()), start, stop)
 
@@ -106,19 +137,21 @@ class Samples:
         """A stream may yield samples or, as a DataLoader does, batches of them."""
         for item in self.source:
             image, label = _split(item)
-            if isinstance(image, Tensor) and image.dim() == len(self.shape) + 1:
-                yield from zip(image, [None] * len(image) if label is None else label, strict=True)
+            if isinstance(image, (Tensor, np.ndarray)) and image.ndim == len(self.shape) + 1:
+                labelled = isinstance(label, (list, tuple)) or getattr(label, "ndim", 0) > 0
+                if labelled and len(label) != len(image):
+                    raise DataError(f"a batch of {self.name} has {len(image)} images, {len(label)} labels")
+                yield from zip(image, label if labelled else [None] * len(image), strict=True)
             else:
                 yield image, label
 
     def _sample(self, image: Any, index: int) -> Tensor:
         where = getattr(image, "filename", None) or f"sample {index} of {self.name}"
-        if isinstance(image, Path):
-            where, image = str(image), _read_image(image)
+        if isinstance(image, (str, Path)):
+            where, image = str(image), _read_image(Path(image))
         if isinstance(image, Image.Image):
             image = _to_array(image, self.shape[0], where)
-        array = torch.from_numpy(np.array(image)) if isinstance(image, np.ndarray) else torch.as_tensor(image)
-        array = _channels_first(array, self.shape, where)
+        array = _channels_first(_to_tensor(image, where), self.shape, where)
         if tuple(array.shape) != self.shape:
             array = self._resize(array, where)
         x0 = self._scale(array, where)
@@ -179,12 +212,19 @@ class Samples:
         else:
             raise DataError(f"{where} holds {array.dtype} values; expected 8-bit or floating point")
         bottom, top = self.model_range
+        if (low, high) == (bottom, top):
+            return array.to(torch.float32)  # not even rounded
         return (array.to(torch.float32) - low) * ((top - bottom) / (high - low)) + bottom
 
     def _refuse_ambiguous(self, x0: Tensor, where: str) -> None:
-        """A float image without a single value below zero is most likely in [0, 1], but we cannot know."""
-        if self.model_range is not None and self.model_range[0] < 0 and float(x0.min()) >= 0:
-            low, high = self.model_range
+        """A float image without a single value below zero is most likely in [0, 1], but we cannot know.
+
+        Unless one before it went far below zero, farther than resampling takes images in [0, 1].
+        """
+        assert self.model_range is not None
+        low, high = self.model_range
+        self._signed = self._signed or float(x0.min()) < low / 2
+        if low < 0 and not self._signed and float(x0.min()) >= 0 and float(x0.max()) <= high:
             raise DataError(
                 f"{where} is floating point with no value below 0, and the model takes {low:g}..{high:g}: "
                 f"pass data_range=(0, 1), or data_range=({low:g}, {high:g}) if that is how it is meant"
@@ -205,13 +245,15 @@ def _open(source: Any) -> tuple[Any, Any, str]:
         path = Path(source)
         if path.is_dir():
             return _list_images(path), None, str(path)
-        if path.suffix in (".npy", ".npz"):
+        if path.suffix in (".npy", ".npz") and path.exists():
             return (*_open_numpy(path), str(path))
         raise DataError(
             f"{path} is {'not a folder, .npy or .npz' if path.exists() else 'not there'}: "
             "pass a folder of images or an array file"
         )
     if isinstance(source, (Tensor, np.ndarray)):
+        if source.ndim < 2:
+            raise DataError(f"an array of samples is (samples, *shape), got {tuple(source.shape)}")
         return source, None, "the array"
     if isinstance(source, Mapping):
         raise DataError("pass one split of the dataset, for instance dataset['train']")
@@ -220,27 +262,41 @@ def _open(source: Any) -> tuple[Any, Any, str]:
     raise DataError(f"cannot read images from {type(source).__name__}")
 
 
+def _is_indexed(source: Any) -> bool:
+    if isinstance(source, IterableDataset):  # inherits a __getitem__ that only raises
+        return False
+    return hasattr(source, "__getitem__") and hasattr(source, "__len__")
+
+
 def _list_images(folder: Path) -> list[Path]:
-    known = set(Image.registered_extensions())
-    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in known and p.is_file())
+    """Every image below a folder, sorted; hidden files (thumbnails, ._ files) are left out."""
+    formats = Image.registered_extensions()
+    known = {end for end, kind in formats.items() if kind in Image.OPEN and kind not in _NOT_PICTURES}
+    found = (p for p in folder.rglob("*") if p.suffix.lower() in known and p.is_file())
+    files = sorted(p for p in found if not any(n.startswith(".") for n in p.relative_to(folder).parts))
     if not files:
         raise DataError(f"{folder} holds no image that Pillow can read")
     return files
 
 
 def _open_numpy(path: Path) -> tuple[Any, Any]:
+    if path.suffix == ".npz" and not zipfile.is_zipfile(path):
+        raise DataError(f"{path} is not an .npz archive")
     try:
         if path.suffix == ".npy":
-            return np.load(path, mmap_mode="r", allow_pickle=False), None
+            return _open(np.lib.format.open_memmap(path, mode="r"))[0], None
         with np.load(path, allow_pickle=False) as archive:
             names = list(archive.files)
             image = next((n for n in (*_IMAGE_KEYS, "arr_0") if n in names), None)
             if image is None:
                 raise DataError(f"{path} has arrays {names}; expected one named {', '.join(_IMAGE_KEYS)}")
             label = next((n for n in _LABEL_KEYS if n in names), None)
-            return archive[image], archive[label] if label else None
-    except (OSError, ValueError, EOFError) as error:
+            images, labels = archive[image], archive[label] if label else None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
+    if labels is not None and labels.shape[:1] != images.shape[:1]:
+        raise DataError(f"{path} has images of shape {images.shape} and labels of shape {labels.shape}")
+    return _open(images)[0], labels
 
 
 def _read_image(path: Path) -> Image.Image:
@@ -248,12 +304,12 @@ def _read_image(path: Path) -> Image.Image:
         with Image.open(path) as image:
             image.load()
             return image
-    except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except Exception as error:  # decoders raise RuntimeError, TypeError and more on damaged files
         raise DataError(f"{path} cannot be read as an image: {error}") from None
 
 
 def _to_array(image: Image.Image, channels: int, where: str) -> np.ndarray[Any, Any]:
-    if image.mode in ("I", "I;16", "I;16B", "F"):
+    if image.mode.startswith(("I", "F")):
         raise DataError(f"{where} is a {image.mode} image; convert it to 8 bits first")
     mode = _MODES.get(channels)
     if mode is None:
@@ -261,9 +317,34 @@ def _to_array(image: Image.Image, channels: int, where: str) -> np.ndarray[Any, 
     colour = image.mode not in ("1", "L", "LA")
     if channels == 1 and colour:
         raise DataError(f"{where} is a colour image ({image.mode}), the model takes one channel")
-    if channels == 3 and image.mode in ("RGBA", "LA", "PA"):
-        raise DataError(f"{where} has transparency ({image.mode}), the model takes RGB: flatten it first")
-    return np.asarray(image.convert(mode)).reshape(image.height, image.width, channels)
+    try:
+        pixels = np.asarray(image.convert(mode))  # a dataset's image may only be decoded here
+    except Exception as error:
+        raise DataError(f"{where} cannot be read as an image: {error}") from None
+    if channels != 4 and _has_transparency(image):
+        raise DataError(f"{where} has transparency ({image.mode}), the model takes {mode}: flatten it first")
+    return pixels.reshape(image.height, image.width, channels).transpose(2, 0, 1)
+
+
+def _has_transparency(image: Image.Image) -> bool:
+    """An alpha channel, or a palette entry (or colour) marked transparent that some pixel has."""
+    if image.mode in ("RGBA", "RGBa", "LA", "La", "PA"):
+        return True
+    if "transparency" not in image.info:
+        return False
+    return bool((np.asarray(image.convert("RGBA"))[..., 3] < 255).any())
+
+
+def _to_tensor(image: Any, where: str) -> Tensor:
+    try:
+        if isinstance(image, np.ndarray):
+            return torch.from_numpy(image.astype(image.dtype.newbyteorder("="), order="C"))
+        return torch.as_tensor(image).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise DataError(
+            f"{where} is a {type(image).__name__}; expected an image, an array or a tensor, alone, with a "
+            "label as (image, label), or as a row with a column named 'image'"
+        ) from None
 
 
 def _split(item: Any) -> tuple[Any, Any]:
@@ -288,8 +369,11 @@ def _channels_first(array: Tensor, shape: tuple[int, ...], where: str) -> Tensor
         array = array.unsqueeze(0)
     if array.dim() != len(shape):
         raise DataError(f"{where} has shape {tuple(array.shape)}, the model takes {shape}")
-    if array.shape[0] != shape[0] and array.shape[-1] == shape[0]:
-        array = array.movedim(-1, 0)
+    if tuple(array.shape) == shape:
+        return array
+    moved = array.movedim(-1, 0)
+    if moved.shape[0] == shape[0] and (array.shape[0] != shape[0] or tuple(moved.shape) == shape):
+        return moved
     if array.shape[0] != shape[0]:
         raise DataError(f"{where} has shape {tuple(array.shape)}: the model takes {shape[0]} channels")
     return array
@@ -297,5 +381,8 @@ def _channels_first(array: Tensor, shape: tuple[int, ...], where: str) -> Tensor
 
 def _stack(rows: list[tuple[int, Tensor, Any]]) -> Batch:
     labels = [label for _, _, label in rows]
-    y = None if any(label is None for label in labels) else torch.as_tensor(np.asarray(labels))
+    try:
+        y = None if any(label is None for label in labels) else torch.as_tensor(np.asarray(labels))
+    except (TypeError, ValueError):  # names, boxes: nothing a network takes as its class
+        y = None
     return Batch(torch.tensor([i for i, _, _ in rows]), torch.stack([x for _, x, _ in rows]), y)

@@ -88,7 +88,7 @@ class Denoiser:
         args = (x_t.to(self.dtype), times) if not self.conditional else (x_t.to(self.dtype), times, y)
         output = prediction(self._call(*args))
         channels = self.shape[0]
-        if output.shape[0] != x_t.shape[0] or output.shape[2:] != x_t.shape[2:]:
+        if (output.shape[:1], output.shape[2:]) != (x_t.shape[:1], x_t.shape[2:]):
             raise ModelError(
                 f"the network returned {tuple(output.shape)} for an input of {tuple(x_t.shape)}: "
                 "the batch and spatial sizes must agree"
@@ -120,14 +120,18 @@ def fingerprint(network: Any) -> dict[str, str]:
     if not isinstance(network, nn.Module):
         return {}
     parameters = sorted(
-        (name.replace("_orig_mod.", ""), p.detach())
-        for name, p in network.named_parameters()
-        if p.device.type != "meta"
+        (
+            (name.replace("_orig_mod.", "").removeprefix("module."), p.detach())  # torch.compile, DDP
+            for name, p in network.named_parameters()
+            if p.device.type != "meta"
+        ),
+        key=lambda named: named[0],
     )
     if not parameters:
         return {}
-    halves = {p.dtype for _, p in parameters if p.is_floating_point()}
-    dtypes = tuple(halves) if len(halves) == 1 and halves <= set(_COARSER[1:]) else _COARSER
+    # A network in half precision, even if some of its layers are kept in float32, is known at half only.
+    halves = {p.dtype for _, p in parameters} & set(_COARSER[1:])
+    dtypes = tuple(halves) if len(halves) == 1 else _COARSER
     return {str(dtype).removeprefix("torch."): _hash(parameters, dtype) for dtype in dtypes}
 
 

@@ -6,6 +6,7 @@ else works on the objects it is handed.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,12 +26,21 @@ _PREDICTIONS = {
     "v_prediction": "velocity",
     "flow_prediction": "flow",
 }
+_FLOW_PREDICTIONS = {"epsilon": "noise", "sample": "data", "flow_prediction": "flow"}
 _DISTILLED = {
     "CMStochasticIterativeScheduler": "a consistency model",
+    "ConsistencyDecoderScheduler": "a consistency model",
+    "FlowMapEulerDiscreteScheduler": "a distilled flow map",
+    "FlowMatchLCMScheduler": "a latent consistency model",
+    "HeliosDMDScheduler": "a model distilled by distribution matching",
     "LCMScheduler": "a latent consistency model",
+    "PiflowScheduler": "a distilled policy",
+    "SCMScheduler": "a consistency model",
     "TCDScheduler": "a trajectory consistency model",
 }
 _NETWORKS = ("unet", "transformer")
+_TIME_NAMES = ("timestep", "timesteps", "t", "time", "sigma", "noise_labels")
+_AUTOENCODERS = ("vae", "vqvae")
 
 
 def schedule(config: Mapping[str, Any]) -> tuple[processes.NoiseProcess, Parametrization]:
@@ -41,13 +51,19 @@ def schedule(config: Mapping[str, Any]) -> tuple[processes.NoiseProcess, Paramet
             f"{name} belongs to {_DISTILLED[name]}: its outputs are not conditional expectations, so their "
             "average error need not be zero and there is nothing to calibrate"
         )
+    try:
+        return _schedule(name, config)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"the config of {name or 'the scheduler'} cannot be read: {error}") from None
+
+
+def _schedule(name: str, config: Mapping[str, Any]) -> tuple[processes.NoiseProcess, Parametrization]:
     kind = str(config.get("prediction_type", "epsilon"))
+    steps = int(config.get("num_train_timesteps", 1000))
     if name.startswith("FlowMatch"):
         if config.get("invert_sigmas"):
             raise ModelError(f"{name} with invert_sigmas counts time backwards; describe it with a Denoiser")
-        return processes.Flow(time_scale=float(config.get("num_train_timesteps", 1000))), Parametrization(
-            "flow"
-        )
+        return processes.Flow(time_scale=float(steps)), Parametrization("flow")
     if name.startswith("EDM"):
         sigma_data = float(config.get("sigma_data", 0.5))
         edm = processes.EDM(
@@ -61,33 +77,52 @@ def schedule(config: Mapping[str, Any]) -> tuple[processes.NoiseProcess, Paramet
         known = ", ".join(_PREDICTIONS)
         raise ModelError(f"unknown prediction type {kind!r} in the scheduler; known: {known}")
     if config.get("use_flow_sigmas") or kind == "flow_prediction":
-        return processes.Flow(time_scale=float(config.get("num_train_timesteps", 1000))), Parametrization(
-            "flow"
+        if kind not in _FLOW_PREDICTIONS:
+            raise ModelError(f"{name} with use_flow_sigmas has no meaning for a {kind!r} prediction")
+        return processes.Flow(time_scale=float(steps)), Parametrization(_FLOW_PREDICTIONS[kind])
+    if config.get("beta_schedule") is None and config.get("trained_betas") is None:
+        raise ModelError(
+            f"the config of {name or 'the scheduler'} names no beta_schedule, so what noise it puts at which "
+            "time is not known: pass process= and parametrization="
         )
-    return processes.DiscreteVP(_alphas_cumprod(config)), Parametrization(_PREDICTIONS[kind])
+    process = processes.DiscreteVP(_alphas_cumprod(config, steps))
+    if config.get("timestep_type") == "continuous" and kind == "v_prediction":
+        return _continuous(process, config), Parametrization("velocity")
+    return process, Parametrization(_PREDICTIONS[kind])
 
 
-def _alphas_cumprod(config: Mapping[str, Any]) -> torch.Tensor:
-    steps = int(config.get("num_train_timesteps", 1000))
+def _continuous(process: processes.DiscreteVP, config: Mapping[str, Any]) -> processes.EDM:
+    """Euler's continuous timesteps: the network receives ln(sigma)/4, and sigma has a range of its own."""
+    ends = [float((-process.lam(t)).exp()) for t in (process.t_min, process.t_max)]
+    low, high = (config.get(name) or end for name, end in zip(("sigma_min", "sigma_max"), ends, strict=True))
+    return processes.EDM(1.0, float(low), float(high))
+
+
+def _alphas_cumprod(config: Mapping[str, Any], steps: int) -> torch.Tensor:
     trained = config.get("trained_betas")
+    name = str(config.get("beta_schedule"))
     if trained is not None:
-        betas = torch.as_tensor(trained, dtype=torch.float64)
-    else:
-        name = str(config.get("beta_schedule", "linear"))
-        start, end = float(config.get("beta_start", 1e-4)), float(config.get("beta_end", 0.02))
+        process = processes.DiscreteVP.from_betas(trained)
+    elif name == "squaredcos_cap_v2":
+        process = processes.DiscreteVP.cosine(steps)
+    elif name in ("linear", "scaled_linear", "sigmoid"):
+        if config.get("beta_start") is None or config.get("beta_end") is None:
+            raise ModelError(f"a {name} beta schedule needs beta_start and beta_end; the config has not both")
+        start, end = float(config["beta_start"]), float(config["beta_end"])
         if name == "linear":
-            return _rescale(processes.DiscreteVP.linear(start, end, steps).alphas_cumprod, config)
-        if name == "scaled_linear":
-            return _rescale(processes.DiscreteVP.scaled_linear(start, end, steps).alphas_cumprod, config)
-        if name == "squaredcos_cap_v2":
-            return _rescale(processes.DiscreteVP.cosine(steps).alphas_cumprod, config)
-        if name == "sigmoid":
-            betas = torch.sigmoid(torch.linspace(-6, 6, steps, dtype=torch.float64)) * (end - start) + start
+            process = processes.DiscreteVP.linear(start, end, steps)
+        elif name == "scaled_linear":
+            process = processes.DiscreteVP.scaled_linear(start, end, steps)
         else:
-            raise ModelError(
-                f"unknown beta schedule {name!r}; pass process=trueup.process.DiscreteVP(alphas_cumprod)"
-            )
-    return _rescale(torch.cumprod(1.0 - betas, 0), config)
+            ramp = torch.sigmoid(torch.linspace(-6, 6, steps, dtype=torch.float64))
+            process = processes.DiscreteVP.from_betas(ramp * (end - start) + start)
+    else:
+        raise ModelError(
+            f"unknown beta schedule {name!r}; pass process=trueup.process.DiscreteVP(alphas_cumprod)"
+        )
+    alphas_cumprod = process.alphas_cumprod
+    shift = float(config.get("snr_shift_scale") or 1.0)  # CogVideoX
+    return _rescale(alphas_cumprod / (shift + (1.0 - shift) * alphas_cumprod), config)
 
 
 def _rescale(alphas_cumprod: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
@@ -100,8 +135,12 @@ def _rescale(alphas_cumprod: torch.Tensor, config: Mapping[str, Any]) -> torch.T
 
 def _config(obj: Any) -> dict[str, Any]:
     config = dict(getattr(obj, "config", {}) or {})
-    config.setdefault("_class_name", type(obj).__name__)
+    config.setdefault("_class_name", type(_uncompiled(obj)).__name__)
     return config
+
+
+def _uncompiled(obj: Any) -> Any:
+    return getattr(obj, "_orig_mod", obj)  # what torch.compile wrapped
 
 
 def is_pipeline(obj: Any) -> bool:
@@ -141,7 +180,7 @@ def as_denoiser(
         if scheduler is not None or process is not None or parametrization is not None:
             raise ModelError("a Denoiser already carries its process and parametrization")
         return model.to(device) if device is not None else model
-    network, found = _open(model)
+    network, found, latent = _open(model)
     config = _scheduler_config(scheduler) if scheduler is not None else found
     if process is None or parametrization is None:
         if config is None:
@@ -158,12 +197,10 @@ def as_denoiser(
             f"{settings['_class_name']} is distilled from guided outputs (guidance_embeds): they are not "
             "conditional expectations, so there is nothing to calibrate"
         )
-    if settings.get("cross_attention_dim") and hasattr(network, "encoder_hid_proj"):
-        raise ModelError(
-            f"{settings['_class_name']} is conditioned on text: wrap it in a trueup.Denoiser whose `call` "
-            "passes the embeddings"
-        )
-    conditional = bool(settings.get("num_class_embeds") or settings.get("num_embeds_ada_norm"))
+    _check_inputs(network, settings["_class_name"])
+    labels = ("num_class_embeds", "num_embeds_ada_norm", "class_embed_type")
+    conditional = any(settings.get(name) for name in labels)
+    shape = _sample_shape(settings)
     if device is not None:
         network.to(device)
     network.eval()
@@ -171,7 +208,8 @@ def as_denoiser(
         network,
         process,
         parametrization,
-        _sample_shape(settings),
+        shape,
+        data_range=None if latent else (-1.0, 1.0),
         conditional=conditional,
         call=_with_labels(network) if conditional else None,
         description=str(settings["_class_name"]),
@@ -182,12 +220,36 @@ def _with_labels(network: nn.Module) -> Any:
     return lambda x_t, t, y: network(x_t, t, class_labels=y)
 
 
+def _check_inputs(network: nn.Module, name: str) -> None:
+    """Refuse networks that are not called as (x_t, t), or that need what only the caller can supply."""
+    parameters = list(inspect.signature(_uncompiled(network).forward).parameters.values())
+    second = parameters[1].name if len(parameters) > 1 else "missing"
+    if second not in _TIME_NAMES:
+        raise ModelError(
+            f"{name} cannot be called as network(x_t, t): its second argument is {second}, not the time. "
+            "Wrap it in a trueup.Denoiser whose `call` knows its arguments"
+        )
+    required = {p.name for p in parameters[2:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    needed = (required | {"encoder_hidden_states"}) - {"class_labels"}  # text is optional in name only
+    more = [p.name for p in parameters if p.name in needed]
+    if more:
+        raise ModelError(
+            f"{name} takes more than a sample, a time and a label ({', '.join(more)}): wrap it in a "
+            "trueup.Denoiser whose `call` passes them"
+        )
+
+
 def _sample_shape(config: Mapping[str, Any]) -> tuple[int, ...]:
     size, channels = config.get("sample_size"), config.get("in_channels")
     if size is None or channels is None:
         raise ModelError(
             f"{config.get('_class_name')} does not state its sample size: "
             "wrap it in a trueup.Denoiser with shape="
+        )
+    if config.get("out_channels") not in (None, channels, 2 * channels):
+        raise ModelError(
+            f"{config.get('_class_name')} takes {channels} channels and returns {config['out_channels']}: "
+            "the others are a condition. Wrap it in a trueup.Denoiser whose `call` passes them"
         )
     spatial = (size, size) if isinstance(size, int) else tuple(size)
     if config.get("_class_name") == "UNet1DModel" and isinstance(size, int):
@@ -199,13 +261,15 @@ def _name(model: Any) -> str:
     return str(model) if isinstance(model, (str, Path)) else type(model).__name__
 
 
-def _open(model: Any) -> tuple[nn.Module, dict[str, Any] | None]:
+def _open(model: Any) -> tuple[nn.Module, dict[str, Any] | None, bool]:
+    """The network, its scheduler's config where there is one, and whether it works on latents."""
     if isinstance(model, (str, Path)):
         return _load(Path(model))
     if is_pipeline(model):
-        return network_of(model), _config(model.scheduler)
+        found = _config(model.scheduler) if model.scheduler is not None else None
+        return network_of(model), found, any(getattr(model, n, None) is not None for n in _AUTOENCODERS)
     if is_diffusers_model(model):
-        return model, None
+        return model, None, False
     raise ModelError(
         f"cannot read {type(model).__name__} as a diffusion model: pass a diffusers pipeline, model or "
         "directory, or wrap your network as trueup.Denoiser(network, process, parametrization, shape)"
@@ -236,24 +300,34 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _load(path: Path) -> tuple[nn.Module, dict[str, Any] | None]:
+def _load(path: Path) -> tuple[nn.Module, dict[str, Any] | None, bool]:
     if not path.is_dir():
-        raise ModelError(f"{path} is not a directory: expected what save_pretrained writes")
+        raise ModelError(
+            f"{path} is not a directory: expected what save_pretrained writes (a name on the Hub must be "
+            "downloaded first)"
+        )
     if (path / "model_index.json").exists():
         index = _read_json(path / "model_index.json")
-        component = next((n for n in _NETWORKS if index.get(n) and index[n][0] is not None), None)
+        component = next((n for n in _NETWORKS if _names(index, n)), None)
         if component is None:
             raise ModelError(f"{path}/model_index.json names neither a unet nor a transformer")
-        network = _load_network(path / component)
-        found = path / "scheduler" / "scheduler_config.json"
-        return network, _read_json(found) if found.exists() else None
-    if not (path / "config.json").exists():
+        # Some pipelines, the original DDPM ones among them, keep every file in one directory.
+        network = _load_network(path / component if (path / component).is_dir() else path)
+        places = (path / "scheduler", path)
+        latent = any(_names(index, n) for n in _AUTOENCODERS)
+    elif (path / "config.json").exists():
+        network = _load_network(path)
+        places = (path, path.parent / "scheduler")
+        latent = any((path.parent / n / "config.json").exists() for n in _AUTOENCODERS)
+    else:
         raise ModelError(f"{path} has neither model_index.json nor config.json: not a diffusers directory")
-    network = _load_network(path)
-    for found in (path / "scheduler_config.json", path.parent / "scheduler" / "scheduler_config.json"):
-        if found.exists():
-            return network, _read_json(found)
-    return network, None
+    found = next((p for place in places if (p := place / "scheduler_config.json").exists()), None)
+    return network, _read_json(found) if found is not None else None, latent
+
+
+def _names(index: Mapping[str, Any], component: str) -> bool:
+    entry = index.get(component)  # [library, class], or [null, null]
+    return isinstance(entry, list) and any(entry)
 
 
 def _load_network(path: Path) -> nn.Module:
@@ -262,20 +336,28 @@ def _load_network(path: Path) -> nn.Module:
         import diffusers
     except ImportError:
         raise ModelError("loading a directory needs diffusers: pip install 'trueup[diffusers]'") from None
-    cls = getattr(diffusers, str(config.get("_class_name")), None)
-    if cls is None:
+    cls: Any = getattr(diffusers, str(config.get("_class_name")), None)
+    is_network = isinstance(cls, type) and issubclass(cls, nn.Module)
+    if not is_network:
         raise ModelError(
-            f"{path}/config.json names {config.get('_class_name')!r}, which this diffusers does not have"
+            f"{path}/config.json names {config.get('_class_name')!r}, which is no network of this diffusers"
         )
     files = sorted(p.name for p in path.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{path} holds no .safetensors weights (pickled .bin weights are never loaded)")
     variant = "fp16" if all(".fp16" in name for name in files) else None
     try:
-        network = cls.from_pretrained(
-            str(path), variant=variant, torch_dtype=torch.float32, use_safetensors=True, local_files_only=True
+        network, info = cls.from_pretrained(
+            str(path),
+            variant=variant,
+            torch_dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
         )
     except Exception as error:  # whatever diffusers makes of a damaged directory
         raise ModelError(f"{path} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    if info["missing_keys"]:  # diffusers would go on with weights that were never trained
+        raise ModelError(f"{path} lacks weights of its network: {', '.join(info['missing_keys'][:3])}")
     assert isinstance(network, nn.Module)
     return network

@@ -42,7 +42,7 @@ def _mix(x: Tensor) -> Tensor:
 
 def level_key(t: float) -> int:
     """A level's key is its time, so the same level in another grid draws the same noise."""
-    return int(struct.unpack("<q", struct.pack("<d", float(t)))[0])
+    return int(struct.unpack("<q", struct.pack("<d", float(t) + 0.0))[0])  # -0.0 is the level 0.0
 
 
 def normal(seed: int, samples: Tensor, level: int, shape: tuple[int, ...], device: torch.device) -> Tensor:

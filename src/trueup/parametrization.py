@@ -7,6 +7,7 @@ out of an output, what the best constant shift is and what it gains.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,8 @@ class Parametrization:
             raise ModelError(f"unknown parametrization {self.name!r}; choose from {', '.join(NAMES)}")
         if self.name.startswith("edm") != (self.sigma_data is not None):
             raise ModelError("sigma_data belongs to the edm parametrizations, and they need it")
+        if self.sigma_data is not None and not 0 < self.sigma_data < math.inf:
+            raise ModelError(f"sigma_data must be positive, got {self.sigma_data}")
 
     def coefficients(self, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """(p, q) of target = p x0 + q eps, equation 5."""

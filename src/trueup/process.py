@@ -17,7 +17,7 @@ from trueup.errors import ModelError
 
 Times = Tensor | float | int
 
-_SMALLEST_ALPHA2 = 2.0**-24  # a terminal SNR of exactly zero has no log; this is what diffusers uses too
+_SMALLEST_ALPHA2 = 2.0**-24  # stands in for a terminal SNR of exactly zero, as in diffusers' Euler schedulers
 
 
 def as_times(t: Times) -> Tensor:
@@ -32,7 +32,7 @@ class NoiseProcess:
 
     >>> process = DiscreteVP.linear()
     >>> round(float(process.lam(999)), 3)
-    -5.058
+    -5.059
     >>> round(float(process.t_of_lam(process.lam(17.25))), 6)
     17.25
     """
@@ -105,14 +105,15 @@ class DiscreteVP(NoiseProcess):
     integer_times = True
 
     def __init__(self, alphas_cumprod: Tensor | Sequence[float]):
-        alpha2 = torch.as_tensor(alphas_cumprod, dtype=torch.float64).cpu().flatten()
+        alpha2 = _float64(alphas_cumprod, "alphas_cumprod").flatten()
         if alpha2.numel() < 2:
             raise ModelError("a noise schedule needs at least two timesteps")
         if not (torch.isfinite(alpha2).all() and (alpha2 >= 0).all() and (alpha2 < 1).all()):
             raise ModelError("alphas_cumprod must lie in [0, 1)")
         if not (alpha2.diff() < 0).all():
             raise ModelError("alphas_cumprod must fall from each timestep to the next")
-        alpha2 = alpha2.clamp_min(_SMALLEST_ALPHA2)
+        if alpha2[-1] == 0:  # has no log; only the last can be zero
+            alpha2 = torch.cat([alpha2[:-1], (0.5 * alpha2[-2:-1]).clamp_max(_SMALLEST_ALPHA2)])
         self.alphas_cumprod = alpha2
         self._knots = torch.cat([torch.zeros(1, dtype=torch.float64), 0.5 * alpha2.log()])  # t = -1, 0, ...
         self.t_min, self.t_max = 0.0, float(alpha2.numel() - 1)
@@ -120,8 +121,7 @@ class DiscreteVP(NoiseProcess):
     @classmethod
     def from_betas(cls, betas: Tensor | Sequence[float]) -> DiscreteVP:
         """From the variances added at each step."""
-        betas = torch.as_tensor(betas, dtype=torch.float64)
-        return cls(torch.cumprod(1.0 - betas, 0))
+        return cls(torch.cumprod(1.0 - _float64(betas, "betas").flatten(), 0))
 
     @classmethod
     def linear(cls, beta_start: float = 1e-4, beta_end: float = 0.02, steps: int = 1000) -> DiscreteVP:
@@ -190,9 +190,9 @@ class ContinuousVP(NoiseProcess):
     def __init__(
         self, beta_min: float = 0.1, beta_max: float = 20.0, t_min: float = 1e-3, t_max: float = 1.0
     ):
-        if not 0 < beta_min < beta_max:
+        if not 0 < beta_min < beta_max < math.inf:
             raise ModelError("a continuous VP process needs 0 < beta_min < beta_max")
-        if not 0 < t_min < t_max:
+        if not 0 < t_min < t_max < math.inf:
             raise ModelError("a continuous VP process needs 0 < t_min < t_max")
         self.beta_min, self.beta_max, self.t_min, self.t_max = beta_min, beta_max, t_min, t_max
 
@@ -276,7 +276,7 @@ class EDM(NoiseProcess):
 
     def __init__(self, sigma_data: float = 0.5, sigma_min: float = 0.002, sigma_max: float = 80.0):
         _check_sigmas(sigma_min, sigma_max)
-        if sigma_data <= 0:
+        if not 0 < sigma_data < math.inf:
             raise ModelError("EDM's sigma_data must be positive")
         self.sigma_data, self.sigma_min, self.sigma_max = sigma_data, sigma_min, sigma_max
         self.t_min, self.t_max = 0.25 * math.log(sigma_min), 0.25 * math.log(sigma_max)
@@ -319,7 +319,7 @@ class Flow(NoiseProcess):
     def __init__(self, time_scale: float = 1.0, s_min: float = 1e-3, s_max: float = 1 - 1e-3):
         if not 0 < s_min < s_max < 1:
             raise ModelError("a rectified flow is calibrated inside 0 < s < 1")
-        if time_scale <= 0:
+        if not 0 < time_scale < math.inf:
             raise ModelError("time_scale must be positive")
         self.time_scale, self.s_min, self.s_max = time_scale, s_min, s_max
         self.t_min, self.t_max = time_scale * s_min, time_scale * s_max
@@ -330,6 +330,10 @@ class Flow(NoiseProcess):
     def log_alpha(self, t: Times) -> Tensor:
         """log(1 - s)."""
         return torch.log1p(-self._s(t))
+
+    def sigma(self, t: Times) -> Tensor:
+        """The noise's share, s; finite at s = 1, where diffusers' schedulers start and lam is infinite."""
+        return self._s(t)
 
     def lam(self, t: Times) -> Tensor:
         """log((1 - s)/s)."""
@@ -363,7 +367,7 @@ def from_settings(settings: Mapping[str, Any]) -> NoiseProcess:
     """Rebuild a process from its `settings()`."""
     values = dict(settings)
     kind = values.pop("kind", None)
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ModelError(f"unknown noise process {kind!r}; known: {', '.join(sorted(_KINDS))}")
     try:
         return _KINDS[kind](**values)
@@ -372,5 +376,12 @@ def from_settings(settings: Mapping[str, Any]) -> NoiseProcess:
 
 
 def _check_sigmas(sigma_min: float, sigma_max: float) -> None:
-    if not 0 < sigma_min < sigma_max:
-        raise ModelError("needs 0 < sigma_min < sigma_max")
+    if not 0 < sigma_min < sigma_max < math.inf:
+        raise ModelError(f"needs 0 < sigma_min < sigma_max, got {sigma_min} and {sigma_max}")
+
+
+def _float64(values: Any, name: str) -> Tensor:
+    try:
+        return torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{name} must be a list or tensor of numbers: {error}") from None

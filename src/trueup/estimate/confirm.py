@@ -13,7 +13,9 @@ from trueup.estimate.moments import Moments
 from trueup.estimate.shrink import kernel_weights
 from trueup.estimate.statistics import threshold
 
-SIGMAS = 2.0  # how sure held-out images must be before anything is kept
+SIGMAS = 1.5  # how sure held-out images must be, in normal standard deviations, before anything is kept
+SMALL_SAMPLE = 20.0  # the statistics of few images have heavy tails: SIGMAS + SMALL_SAMPLE / images
+ONCE = 1.7  # a band must be this much surer still at one level at least: there are many to be wrong about
 WIDTH = 0.8  # lam over which held-out evidence is pooled
 
 
@@ -55,23 +57,43 @@ def cross_validate(moments: Moments, residual: Tensor, fit: Callable[[Moments], 
     return HeldOut(torch.cat([p.product for p in parts]), torch.cat([p.square for p in parts]))
 
 
-def confirmed_scale(held: HeldOut, rows: Tensor, lam: Tensor) -> Tensor:
+def confirmed_scale(held: HeldOut, rows: Tensor, images: int, lam: Tensor) -> Tensor:
     """How much of the correction to keep, (L, bands) in [0, 1]; equation 23.
 
-    The best scale on held-out samples is product/square; it is shrunk by (1 - (z/t)^2)+, with t the
-    product's own t statistic over folds, so that it is zero until the evidence passes z.
+    The best scale on held-out samples is product/square, one where that is within its noise. It is shrunk by
+    (1 - (z/t)^2)+, with t the product's t statistic over folds: zero until the evidence passes z.
     """
     folds = len(rows)
-    weights = kernel_weights(lam, WIDTH)
-    product = torch.einsum("ij,fjb->fib", weights, held.product)
-    square = torch.einsum("ij,fjb->fib", weights, held.square).sum(0)
-    total = product.sum(0)
     share = (rows / rows.sum()).reshape(-1, 1, 1)
-    error = ((product - share * total).square().sum(0) * folds / (folds - 1)).sqrt()
-    best = (total / square.clamp_min(1e-300)).clamp(0.0, 1.0)
-    surprise = threshold(SIGMAS, folds) * error / total.clamp_min(1e-300)
+
+    def error(product: Tensor) -> Tensor:
+        # Without a true correction, what fold f gains from g and g from f is one number seen twice: the 2.
+        return (2 * (product - share * product.sum(0)).square().sum(0) * folds / (folds - 1)).sqrt()
+
+    unit = error(held.product).clamp_min(1e-300)  # so that no level drowns its neighbours
+    weights = kernel_weights(lam, WIDTH)
+    product = torch.einsum("ij,fjb->fib", weights, held.product / unit)
+    square = weights @ (held.square.sum(0) / unit)
+    total, noise = product.sum(0), error(product)
+    best = ((total + noise) / square.clamp_min(1e-300)).clamp(0.0, 1.0)
+    sigmas = SIGMAS + SMALL_SAMPLE / images
+    surprise = threshold(sigmas, folds) * noise / total.clamp_min(1e-300)
     kept = (1.0 - surprise.square()).clamp_min(0.0) * best
     scale = torch.where((total > 0) & (square > 0), kept, torch.zeros_like(kept))
+    sure = (total > threshold(sigmas + ONCE, folds) * noise) & (square > 0)
+    scale = scale * sure.any(0).to(scale.dtype)
     # A level whose bands together lost on held-out samples keeps nothing.
     level_gain = held.gain(scale).sum((0, 2))
     return scale * (level_gain > 0).to(scale.dtype)[:, None]
+
+
+def realised_scale(held: HeldOut, correction: Correction, moments: Moments, scale: Tensor) -> Tensor:
+    """`scale`, less where the final correction is smaller than those that were held out, (L, bands).
+
+    Near the threshold the fit to all images may shrink to nothing what some fits without a fold kept; it
+    must not be credited with their gain.
+    """
+    final = score(moments, correction).square.sum(0)
+    tried = held.square.sum(0)
+    size = (final / tried.clamp_min(1e-300)).sqrt().clamp_max(1.0)
+    return scale * torch.where(tried > 0, size, torch.zeros_like(size))

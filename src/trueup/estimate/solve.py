@@ -12,7 +12,7 @@ from trueup.calibration import Calibration, Evidence
 from trueup.correction import Correction
 from trueup.errors import TrueupError
 from trueup.estimate.collect import measure
-from trueup.estimate.confirm import confirmed_scale, cross_validate
+from trueup.estimate.confirm import confirmed_scale, cross_validate, realised_scale
 from trueup.estimate.moments import Moments
 from trueup.estimate.regress import Centred, Mean, Slope, mean_residual, slopes
 from trueup.estimate.shrink import effective_columns, kernel_weights, noise_correlation, shrinker
@@ -99,9 +99,13 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
     residual = centred.fold_sums(shift.combination) + moments.rows.reshape(-1, 1, 1, 1) * shift.offset
     held = cross_validate(moments, residual, once) if moments.folds > 1 else None
     scale = torch.ones(moments.levels, moments.bands.count, dtype=torch.float64)
-    if estimator == "shrunk":
-        scale = confirmed_scale(held, moments.rows, moments.lam) if held is not None else 0 * scale
+    if held is None:
+        scale = 0 * scale if estimator == "shrunk" else scale
         correction = correction.scaled(scale)
+    elif estimator == "shrunk":
+        scale = confirmed_scale(held, moments.rows, moments.images, moments.lam)
+        realised = realised_scale(held, correction, moments, scale)
+        correction, scale = correction.scaled(scale), realised
     weights = trapezoid_weights(moments.lam)
     dimensions = moments.first.shape[-1] * moments.shape[0]
 
@@ -113,8 +117,8 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
         gain, gain_se = mean_and_error(by_fold, moments.rows)
         bound, bound_se = mean_and_error(by_fold @ weights, moments.rows)  # equation 26
     gram = torch.einsum("flck,glck->lfg", residual, residual)
-    eta2, eta2_se = squared_norm(gram, moments.rows)
-    eta_bound, eta_bound_se = squared_norm(torch.einsum("l,lfg->fg", weights, gram), moments.rows)
+    eta2 = squared_norm(gram, moments.rows)
+    eta_bound = squared_norm(torch.einsum("l,lfg->fg", weights, gram), moments.rows)
     loss, loss_se = mean_and_error(moments.second[:, :, 0].sum((2, 3)), moments.rows)
     evidence = Evidence(
         images=moments.images,
@@ -122,14 +126,16 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
         dimensions=dimensions,
         loss=loss,
         loss_se=loss_se,
-        eta2=eta2,
-        eta2_se=eta2_se,
+        eta2=eta2.value,
+        eta2_se=eta2.error,
+        eta2_low=eta2.low,
+        eta2_high=eta2.high,
         gain=gain,
         gain_se=gain_se,
         shift_se=(shift.variance * moments.bands.sizes).sum((1, 2)).sqrt(),
         scale=scale,
         bound_gain=(float(bound), float(bound_se)),
-        shift_bound_gain=(float(eta_bound), float(eta_bound_se)),
+        shift_bound_gain=(float(eta_bound.value), float(eta_bound.low), float(eta_bound.high)),
     )
     return Calibration(
         correction=correction,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -53,8 +54,18 @@ def threshold(sigmas: float, folds: int) -> float:
     return student_quantile(0.5 * (1 + math.erf(sigmas / math.sqrt(2))), max(folds - 1, 1))
 
 
-def squared_norm(gram: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Unbiased |eta|^2 and its standard error from the inner products of fold sums, equations 24 and 25.
+@dataclass
+class SquaredNorm:
+    """An unbiased squared norm, its standard error, and a 95% interval (which is not symmetric)."""
+
+    value: Tensor
+    error: Tensor
+    low: Tensor
+    high: Tensor
+
+
+def squared_norm(gram: Tensor, rows: Tensor) -> SquaredNorm:
+    """Unbiased |eta|^2 from the inner products of fold sums, equations 24 and 25.
 
     gram (..., F, F) holds s_f . s_g for fold sums s_f of rows[f] samples. Only products of different
     folds are used, so the noise in eta does not add to its size; the estimate may come out below zero.
@@ -63,20 +74,27 @@ def squared_norm(gram: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     off = ~torch.eye(folds, dtype=torch.bool)
     if folds < 2:
         nothing = gram.new_full(gram.shape[:-2], math.nan)
-        return nothing, nothing
+        return SquaredNorm(nothing, nothing, nothing, nothing)
     pairs = rows[:, None] * rows[None, :]
     value = (gram * off).sum((-2, -1)) / (pairs * off).sum()
     h = gram / pairs * off
-    if folds < 4:
-        spread = (h.sum(-1) / (folds - 1)).var(-1)
-        return value, (4 * spread / folds).sqrt()
     row = h.sum(-1)
+    z = student_quantile(0.975, folds - 1)
+    if folds < 4:
+        error = (4 * (row / (folds - 1)).var(-1) / folds).sqrt()
+        return SquaredNorm(value, error, value - z * error, value + z * error)
     centred = h - (row[..., :, None] + row[..., None, :]) / (folds - 2)
     centred = (centred + row.sum(-1)[..., None, None] / ((folds - 1) * (folds - 2))) * off
     noise = centred.square().sum((-2, -1)) / (folds * (folds - 3))  # tr(Sigma^2) of a fold mean
     spread = (row / (folds - 1)).var(-1) * ((folds - 1) / (folds - 2)) ** 2
     signal = (spread - noise / (folds - 2)).clamp_min(0.0)  # eta' Sigma eta of a fold mean
-    return value, (4 * signal / folds + 2 * noise / (folds * (folds - 1))).sqrt()
+    floor = 2 * noise / (folds * (folds - 1))
+    # The variance grows with |eta|^2 itself, so the interval solves for the sizes that would not be surprised
+    # by the value seen, as Wilson's does for a proportion.
+    slope = signal / folds / torch.maximum(value, floor.sqrt()).clamp_min(1e-300)
+    middle = value + 2 * z**2 * slope
+    reach = (middle.square() - value.square() + z**2 * floor).clamp_min(0.0).sqrt()
+    return SquaredNorm(value, (4 * signal / folds + floor).sqrt(), middle - reach, middle + reach)
 
 
 def mean_and_error(sums: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

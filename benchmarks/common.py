@@ -1,0 +1,68 @@
+"""What the benchmarks share: the model and data they are given, and how they print tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import trueup
+from trueup.denoiser import Denoiser
+from trueup.estimate.confirm import score
+from trueup.estimate.statistics import mean_and_error
+from trueup.hf import as_denoiser
+
+FINDINGS_LEVELS = (999, 852, 673, 440, 177, 44, 8)
+
+
+def parser(text: str) -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", required=True, nargs="+", metavar="DIR", help="diffusers model directories")
+    p.add_argument("--data", required=True, metavar="FILE", help=".npy of uint8 images (examples/cifar10.py)")
+    p.add_argument("--beta-schedule", default="linear", help="for directories without a scheduler")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--batch-size", type=int, default=500 if torch.cuda.is_available() else 50)
+    p.add_argument("--held-out", type=int, default=2000, help="images the truth is measured on")
+    p.add_argument("--out", metavar="FILE", help="also write the numbers as JSON")
+    return p
+
+
+def load_model(path: str, options: argparse.Namespace) -> Denoiser:
+    scheduler = None
+    if not any((Path(path) / p).exists() for p in ("model_index.json", "scheduler_config.json")):
+        scheduler = {"beta_schedule": options.beta_schedule}
+    return as_denoiser(path, scheduler=scheduler, device=options.device)
+
+
+def load_images(options: argparse.Namespace) -> np.ndarray:
+    return np.load(options.data, mmap_mode="r")
+
+
+def measure(denoiser: Denoiser, images: np.ndarray, options: argparse.Namespace, levels=None, seed: int = 0):
+    return trueup.measure(
+        denoiser, images, images=None, levels=levels, seed=seed, batch_size=options.batch_size, progress=False
+    )
+
+
+def levels_with(denoiser: Denoiser, extra=FINDINGS_LEVELS) -> torch.Tensor:
+    default = trueup.estimate.default_levels(denoiser.process)
+    return torch.unique(torch.cat([default, torch.tensor(extra, dtype=torch.float64)]))
+
+
+def gains(held_out, correction) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss a correction removes per level on held-out images, with its standard error."""
+    return mean_and_error(score(held_out, correction).gain().sum(2), held_out.rows)
+
+
+def table(rows: list[list[str]]) -> str:
+    head, *body = rows
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in body])
+
+
+def finish(options: argparse.Namespace, results: dict) -> None:
+    if options.out:
+        Path(options.out).write_text(json.dumps(results, indent=1))
