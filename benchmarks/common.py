@@ -33,7 +33,7 @@ def parser(text: str) -> argparse.ArgumentParser:
 def load_model(path: str, options: argparse.Namespace) -> Denoiser:
     scheduler = None
     if not any((Path(path) / p).exists() for p in ("model_index.json", "scheduler_config.json")):
-        scheduler = {"beta_schedule": options.beta_schedule}
+        scheduler = {"beta_schedule": options.beta_schedule, "beta_start": 1e-4, "beta_end": 0.02}
     return as_denoiser(path, scheduler=scheduler, device=options.device)
 
 

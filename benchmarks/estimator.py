@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 
 import torch
-from common import FINDINGS_LEVELS, finish, levels_with, load_images, load_model, measure, parser, table
 
 import trueup
 from trueup.estimate.regress import Centred, mean_residual
+
+from common import FINDINGS_LEVELS, finish, levels_with, load_images, load_model, measure, parser, table
 
 ESTIMATORS = ("plain", "paired", "regressed", "shrunk")
 
@@ -59,7 +60,8 @@ def main() -> None:
             )
         geometric = math.exp(float(ratio.log().mean()))
         print(
-            f"\n{path}: {options.images} images, mean of {options.repeats} sets; truth from {options.held_out}\n"
+            f"\n{path}: {options.images} images, mean of {options.repeats} sets, "
+            f"truth from {options.held_out} others\n"
         )
         print(table(rows))
         print(f"\nplain / shrunk: geometric mean {geometric:.0f}x, least {float(ratio.min()):.0f}x")

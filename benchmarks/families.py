@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
+import trueup
+
 from common import (
     FINDINGS_LEVELS,
     finish,
@@ -22,8 +25,6 @@ from common import (
     parser,
     table,
 )
-
-import trueup
 
 
 @torch.inference_mode()

@@ -10,10 +10,11 @@ counts as harmed when its loss rises by more than three standard errors of the h
 from __future__ import annotations
 
 import torch
-from common import finish, gains, levels_with, load_images, load_model, measure, parser, table
 
 import trueup
 from trueup.analytic import GaussianMixture
+
+from common import finish, gains, levels_with, load_images, load_model, measure, parser, table
 
 
 def exact_model() -> tuple[GaussianMixture, object]:

@@ -31,6 +31,9 @@ LOSSLESS = {
 }
 
 
+PIXELS = (0.0, 255.0)  # a model range that leaves 8-bit values as they are
+
+
 def pixels(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:
     """Random 8-bit pixels (H, W, C), in steps of 51 so that even a palette holds them all."""
     levels = np.random.default_rng(seed).integers(0, 6, (height, width, channels))
@@ -46,14 +49,16 @@ def planes(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image.convert("RGB"))).movedim(-1, 0).float()
 
 
-def read(source, shape=(3, 6, 5), model_range=None, size=4, start=0, stop=None, **transform) -> torch.Tensor:
+def read(
+    source, shape=(3, 6, 5), model_range=PIXELS, size=4, start=0, stop=None, **transform
+) -> torch.Tensor:
     """Every sample, stacked; 8-bit values stay 0..255 unless the model has a range."""
     data = Samples(source, shape, model_range, Transform(**transform))
     return torch.cat([batch.x0 for batch in data.batches(size, start, stop)])
 
 
 def labels_of(source, shape=(3, 6, 5)) -> list[int]:
-    batches = Samples(source, shape, None).batches(2)
+    batches = Samples(source, shape, PIXELS).batches(2)
     return torch.cat([batch.y for batch in batches]).tolist()
 
 
@@ -112,7 +117,7 @@ def test_folder_is_read_recursively_in_the_order_of_its_names(tmp_path):
             picture(seed=names.index(name)).save(path)
         wanted = torch.stack([planes(picture(seed=names.index(name))) for name in expected])
         assert torch.equal(read(folder), wanted)
-        assert len(Samples(folder, (3, 6, 5), None)) == len(names)
+        assert len(Samples(folder, (3, 6, 5), PIXELS)) == len(names)
 
 
 def test_files_that_are_no_pictures_are_ignored(tmp_path):
@@ -135,16 +140,16 @@ def test_hidden_parent_of_the_folder_does_not_hide_its_images(tmp_path):
 
 def test_paths_that_hold_no_images_are_refused(tmp_path):
     with pytest.raises(DataError, match="holds no image"):
-        Samples(tmp_path, (3, 6, 5), None)
+        Samples(tmp_path, (3, 6, 5), PIXELS)
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(DataError, match="holds no image"):
-        Samples(tmp_path, (3, 6, 5), None)
+        Samples(tmp_path, (3, 6, 5), PIXELS)
     with pytest.raises(DataError, match=r"nowhere is not there: pass a folder"):
-        Samples(tmp_path / "nowhere", (3, 6, 5), None)
+        Samples(tmp_path / "nowhere", (3, 6, 5), PIXELS)
     with pytest.raises(DataError, match=r"nowhere\.npy is not there: pass a folder"):
-        Samples(tmp_path / "nowhere.npy", (3, 6, 5), None)
+        Samples(tmp_path / "nowhere.npy", (3, 6, 5), PIXELS)
     with pytest.raises(DataError, match=r"notes\.txt is not a folder, \.npy or \.npz"):
-        Samples(tmp_path / "notes.txt", (3, 6, 5), None)
+        Samples(tmp_path / "notes.txt", (3, 6, 5), PIXELS)
 
 
 @pytest.mark.parametrize("name", [*LOSSLESS, "g.jpg"])
@@ -304,7 +309,7 @@ def test_memory_layout_does_not_matter():
 
 def test_samples_do_not_share_memory_with_the_source():
     array = np.zeros((2, 3, 6, 5), dtype=np.float32)
-    batch = next(Samples(array, (3, 6, 5), None).batches(2))
+    batch = next(Samples(array, (3, 6, 5), PIXELS).batches(2))
     array += 1
     assert not batch.x0.any()
 
@@ -317,7 +322,7 @@ def test_one_channel_axis_may_be_left_out():
 def test_other_ranks_of_data_pass():
     for shape in ((2, 9), (2, 3, 4, 5)):
         x0 = torch.randn(4, *shape)
-        assert torch.equal(read(x0, shape), x0)
+        assert torch.equal(read(x0, shape, model_range=None), x0)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +353,7 @@ def test_npy_is_memory_mapped(tmp_path):
     path = tmp_path / "images.npy"
     np.save(path, np.zeros((2000, 3, 64, 64), np.uint8))  # 24 MB
     tracemalloc.start()
-    data = Samples(path, (3, 64, 64), None)
+    data = Samples(path, (3, 64, 64), PIXELS)
     first = next(data.batches(4))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -373,7 +378,7 @@ def test_npz_brings_its_labels(tmp_path):
 def test_npz_without_names_or_labels(tmp_path):
     array = np.stack([pixels(6, 5, seed=i) for i in range(5)])
     np.savez_compressed(tmp_path / "a.npz", array)
-    batch = next(Samples(tmp_path / "a.npz", (3, 6, 5), None).batches(5))
+    batch = next(Samples(tmp_path / "a.npz", (3, 6, 5), PIXELS).batches(5))
     assert batch.y is None
     assert batch.x0.shape == (5, 3, 6, 5)
 
@@ -382,11 +387,11 @@ def test_npz_that_does_not_fit_together_is_refused(tmp_path):
     path = tmp_path / "a.npz"
     np.savez(path, picture=pixels(6, 5))
     with pytest.raises(DataError, match=r"arrays \['picture'\]; expected one named image"):
-        Samples(path, (3, 6, 5), None)
+        Samples(path, (3, 6, 5), PIXELS)
     for labels in (np.arange(2), np.array(3)):
         np.savez(path, image=np.zeros((3, 3, 6, 5), np.uint8), label=labels)
         with pytest.raises(DataError, match="labels of shape"):
-            Samples(path, (3, 6, 5), None)
+            Samples(path, (3, 6, 5), PIXELS)
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".npz"])
@@ -491,7 +496,7 @@ def test_values_that_are_not_finite_are_refused(value, model_range):
 
 def test_latents_are_not_rescaled():
     latents = torch.randn(5, 4, 6, 5) * 10
-    assert torch.equal(read(latents, (4, 6, 5)), latents)
+    assert torch.equal(read(latents, (4, 6, 5), model_range=None), latents)
 
 
 # Datasets and streams
@@ -517,7 +522,7 @@ def test_data_loader_gives_the_samples_of_its_dataset():
     x0 = torch.from_numpy(np.stack([pixels(6, 5, seed=i) for i in range(10)])).permute(0, 3, 1, 2)
     dataset = TensorDataset(x0, torch.arange(10) * 2)
     loader = DataLoader(dataset, batch_size=4)
-    batches = list(Samples(loader, (3, 6, 5), None).batches(3))
+    batches = list(Samples(loader, (3, 6, 5), PIXELS).batches(3))
     assert [batch.index.tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
     assert torch.equal(torch.cat([batch.x0 for batch in batches]), x0.float())
     assert labels_of(loader) == list(range(0, 20, 2))
@@ -526,11 +531,11 @@ def test_data_loader_gives_the_samples_of_its_dataset():
 
 
 def test_length_is_the_number_of_samples_or_unknown():
-    assert len(Samples(torch.zeros(9, 3, 6, 5), (3, 6, 5), None)) == 9
+    assert len(Samples(torch.zeros(9, 3, 6, 5), (3, 6, 5), PIXELS)) == 9
     loader = DataLoader(torch.zeros(9, 3, 6, 5), batch_size=4)  # len(loader) is 3, of batches
     for stream in (loader, Stream([1, 2]), (i for i in range(2))):
         with pytest.raises(TypeError, match="is a stream"):
-            len(Samples(stream, (3, 6, 5), None))
+            len(Samples(stream, (3, 6, 5), PIXELS))
 
 
 def test_iterable_dataset_may_know_its_length():
@@ -552,7 +557,7 @@ def test_batch_whose_labels_do_not_match_is_refused():
 
 def test_labels_that_are_no_numbers_are_left_out():
     for label in ("cat", {"boxes": []}, None):
-        batch = next(Samples([(picture(), label)] * 3, (3, 6, 5), None).batches(3))
+        batch = next(Samples([(picture(), label)] * 3, (3, 6, 5), PIXELS).batches(3))
         assert batch.y is None
         assert len(batch.x0) == 3
 
@@ -565,7 +570,7 @@ def test_stream_is_consumed_lazily():
             pulled.append(i)
             yield picture(seed=i)
 
-    batches = Samples(images(), (3, 6, 5), None).batches(4, 0, 10)
+    batches = Samples(images(), (3, 6, 5), PIXELS).batches(4, 0, 10)
     assert pulled == []
     next(batches)
     assert pulled == [0, 1, 2, 3]
@@ -588,7 +593,7 @@ def test_indexed_dataset_is_read_lazily():
 def test_generator_is_read_on_from_where_it_was_left():
     x0 = torch.arange(30.0).reshape(30, 1, 1, 1).expand(30, 3, 6, 5)
     for generator in ((row for row in x0), (x0[i : i + 4] for i in range(0, 30, 4))):
-        data = Samples(generator, (3, 6, 5), None)
+        data = Samples(generator, (3, 6, 5), PIXELS)
         first = list(data.batches(4, 0, 10))
         second = list(data.batches(4, 10, 15))
         rest = list(data.batches(8, 20))
@@ -598,7 +603,7 @@ def test_generator_is_read_on_from_where_it_was_left():
 
 
 def test_generator_is_not_read_twice():
-    data = Samples((picture(seed=i) for i in range(5)), (3, 6, 5), None)
+    data = Samples((picture(seed=i) for i in range(5)), (3, 6, 5), PIXELS)
     assert sum(len(batch.index) for batch in data.batches(2)) == 5
     with pytest.raises(DataError, match="generator can be read only once, and 5 samples of it are gone"):
         next(data.batches(2))
@@ -622,7 +627,7 @@ def test_rows_that_hold_no_image_are_refused():
             read([item])
     for source in (5, None, object()):
         with pytest.raises(DataError, match="cannot read images from"):
-            Samples(source, (3, 6, 5), None)
+            Samples(source, (3, 6, 5), PIXELS)
 
 
 def test_hugging_face_dataset():
@@ -643,13 +648,13 @@ def test_hugging_face_dataset():
     for source in (dataset, dataset.with_format("torch"), dataset.to_iterable_dataset()):
         assert torch.equal(read(source), expected)
         assert labels_of(source) == [4, 3, 2, 1, 0]
-    assert len(Samples(dataset, (3, 6, 5), None)) == 5
+    assert len(Samples(dataset, (3, 6, 5), PIXELS)) == 5
     renamed = dataset.rename_columns({"image": "photo"})
     with pytest.raises(DataError, match=r"rows have \['caption', 'label', 'photo'\]"):
         read(renamed)
     splits = datasets.DatasetDict({"train": dataset, "test": dataset})
     with pytest.raises(DataError, match=r"pass one split of the dataset, for instance dataset\['train'\]"):
-        Samples(splits, (3, 6, 5), None)
+        Samples(splits, (3, 6, 5), PIXELS)
 
 
 # Resizing, cropping, flipping
@@ -704,7 +709,7 @@ def test_unknown_options_are_refused():
         Transform(crop="random")
     for size in (0, -1):
         with pytest.raises(DataError, match="at least one sample"):
-            next(Samples(torch.zeros(2, 3, 6, 5), (3, 6, 5), None).batches(size))
+            next(Samples(torch.zeros(2, 3, 6, 5), (3, 6, 5), PIXELS).batches(size))
 
 
 def test_flip_mirrors_about_half_of_the_samples_whoever_reads_them():
@@ -784,3 +789,10 @@ def test_digest_reads_values_not_memory_layout():
     x0 = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(0))
     strided = x0.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
     assert digest(strided) == digest(x0)
+
+
+def test_pictures_are_not_taken_for_latents():
+    with pytest.raises(DataError, match="8-bit picture, and the model takes latents: encode it first"):
+        read([picture()], model_range=None)
+    latents = torch.randn(2, 3, 6, 5) * 7
+    assert torch.equal(read(latents, model_range=None), latents)

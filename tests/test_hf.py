@@ -28,9 +28,10 @@ from safetensors.torch import load_file, save_file
 
 from trueup.denoiser import Denoiser
 from trueup.errors import ModelError
-from trueup.hf import as_denoiser, is_diffusers_model, is_pipeline, network_of, schedule
+from trueup.hf import as_denoiser, is_diffusers_model, is_pipeline, network_of
 from trueup.parametrization import Parametrization
 from trueup.process import EDM, DiscreteVP, Flow
+from trueup.schedules import schedule
 
 
 def tiny_unet(**settings) -> UNet2DModel:
@@ -356,10 +357,16 @@ def test_a_compiled_model_is_still_itself():
     assert denoiser.fingerprint() == as_denoiser(tiny_unet(), scheduler=DDPMScheduler()).fingerprint()
 
 
-def test_dropout_is_off():
+def test_dropout_is_off_while_measuring_and_back_on_afterwards():
     unet = tiny_unet(dropout=0.5).train()
+    unet.conv_in.eval()
+    modes = [module.training for module in unet.modules()]
     denoiser = as_denoiser(unet, scheduler=DDPMScheduler())
-    assert answers(denoiser, unet)
+    x_t, t = torch.zeros(2, 1, 8, 8), torch.tensor([5, 5])
+    with torch.no_grad(), denoiser.evaluating():
+        assert torch.equal(denoiser(x_t, t), denoiser(x_t, t))
+    assert [module.training for module in unet.modules()] == modes
+    assert not torch.equal(denoiser(x_t, t), denoiser(x_t, t))
 
 
 @pytest.mark.parametrize("settings", [{"num_class_embeds": 10}, {"class_embed_type": "timestep"}], ids=str)

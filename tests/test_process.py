@@ -14,8 +14,8 @@ from diffusers import (
 )
 
 from trueup.errors import ModelError
-from trueup.hf import schedule
 from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow, NoiseProcess, from_settings
+from trueup.schedules import schedule
 
 
 def zero_snr(steps: int = 1000) -> DiscreteVP:
@@ -266,7 +266,8 @@ def test_agreement_forgives_float32_and_nothing_else():
     assert process.agrees_with(DiscreteVP(process.alphas_cumprod.float()))
     assert not process.agrees_with(DiscreteVP.linear(beta_end=0.0201))
     assert not process.agrees_with(DiscreteVP.linear(steps=999))
-    assert not ContinuousVP().agrees_with(ContinuousVP(t_min=1e-4))
+    assert ContinuousVP().agrees_with(ContinuousVP(t_min=1e-4))  # the same noise at the times they share
+    assert not VE(0.01, 1.0).agrees_with(VE(2.0, 80.0))
     assert not EDM(0.5).agrees_with(EDM(0.51))
 
 

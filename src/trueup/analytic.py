@@ -23,8 +23,8 @@ class GaussianMixture:
     >>> one = GaussianMixture(torch.zeros(1, 1, 4, 4), std=1.0)
     >>> x_t = torch.full((1, 1, 4, 4), 2.0)
     >>> alpha, sigma = torch.tensor([0.8]), torch.tensor([0.6])
-    >>> float(one.eps_given(x_t, alpha, sigma).mean())  # sigma x_t / (alpha^2 + sigma^2)
-    1.2...
+    >>> round(float(one.eps_given(x_t, alpha, sigma).mean()), 5)  # sigma x_t / (alpha^2 + sigma^2)
+    1.2
     """
 
     def __init__(self, means: Tensor, std: float, weights: Tensor | None = None):

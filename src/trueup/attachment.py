@@ -22,7 +22,8 @@ from trueup.calibration import Calibration
 from trueup.correction import interpolation_weights
 from trueup.denoiser import Denoiser, fingerprint, prediction
 from trueup.errors import AttachError, MismatchError
-from trueup.hf import is_pipeline, network_of, schedule
+from trueup.hf import is_pipeline, network_of
+from trueup.schedules import schedule
 
 _INPUT_NAMES = ("sample", "hidden_states", "x_t", "x")
 _TIME_NAMES = ("timestep", "timesteps", "t", "sigma", "noise_labels", "time")
@@ -238,7 +239,7 @@ def _check_model(model: Any, target: Any, denoiser: Denoiser | None, calibration
         )
     if denoiser is not None:
         process, parametrization = denoiser.process, denoiser.parametrization
-    elif is_pipeline(model):
+    elif is_pipeline(model) and model.scheduler is not None:
         config = dict(model.scheduler.config)
         process, parametrization = schedule({"_class_name": type(model.scheduler).__name__, **config})
     else:

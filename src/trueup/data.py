@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import zipfile
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,16 +17,18 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
 from trueup.errors import DataError
 from trueup.noise import mix
-
-_IMAGE_KEYS = ("image", "img", "pixel_values", "images", "x")
-_LABEL_KEYS = ("label", "labels", "class_labels", "y")
-_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-# Pillow names these formats, and does not decode them.
-_NOT_PICTURES = ("BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF")
+from trueup.sources import (
+    channels_first,
+    is_indexed,
+    open_source,
+    picture_to_array,
+    read_image,
+    split_row,
+    to_tensor,
+)
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class Samples:
         self.shape = tuple(shape)
         self.model_range = model_range
         self.transform = transform or Transform()
-        self.source, self.labels, self.name = _open(source)
-        self._indexed = _is_indexed(self.source)
+        self.source, self.labels, self.name = open_source(source)
+        self._indexed = is_indexed(self.source)
         self._signed = False  # whether float samples have shown that they use the model's range
         self._once = enumerate(self._unbatched()) if isinstance(self.source, Iterator) else None
         self._position = 0  # how far a generator was read
@@ -105,7 +105,7 @@ class Samples:
             raise DataError(f"a batch holds at least one sample, not {size}")
         rows: list[tuple[int, Tensor, Any]] = []
         for index, item in self._items(start, stop):
-            image, label = _split(item)
+            image, label = split_row(item)
             if self.labels is not None:
                 label = self.labels[index]
             rows.append((index, self._sample(image, index), label))
@@ -136,7 +136,7 @@ class Samples:
     def _unbatched(self) -> Iterator[Any]:
         """A stream may yield samples or, as a DataLoader does, batches of them."""
         for item in self.source:
-            image, label = _split(item)
+            image, label = split_row(item)
             if isinstance(image, (Tensor, np.ndarray)) and image.ndim == len(self.shape) + 1:
                 labelled = isinstance(label, (list, tuple)) or getattr(label, "ndim", 0) > 0
                 if labelled and len(label) != len(image):
@@ -148,10 +148,10 @@ class Samples:
     def _sample(self, image: Any, index: int) -> Tensor:
         where = getattr(image, "filename", None) or f"sample {index} of {self.name}"
         if isinstance(image, (str, Path)):
-            where, image = str(image), _read_image(Path(image))
+            where, image = str(image), read_image(Path(image))
         if isinstance(image, Image.Image):
-            image = _to_array(image, self.shape[0], where)
-        array = _channels_first(_to_tensor(image, where), self.shape, where)
+            image = picture_to_array(image, self.shape[0], where)
+        array = channels_first(to_tensor(image, where), self.shape, where)
         if tuple(array.shape) != self.shape:
             array = self._resize(array, where)
         x0 = self._scale(array, where)
@@ -193,6 +193,8 @@ class Samples:
 
     def _scale(self, array: Tensor, where: str) -> Tensor:
         if self.model_range is None:
+            if array.dtype == torch.uint8:
+                raise DataError(f"{where} is an 8-bit picture, and the model takes latents: encode it first")
             return array.to(torch.float32)
         if array.dtype == torch.uint8:
             low, high = 0.0, 255.0
@@ -237,146 +239,6 @@ def digest(x0: Tensor) -> int:
     for row in x0.cpu().contiguous():
         total += int.from_bytes(hashlib.blake2b(row.numpy().tobytes(), digest_size=8).digest(), "little")
     return total & ((1 << 64) - 1)
-
-
-def _open(source: Any) -> tuple[Any, Any, str]:
-    """(samples, labels or None, a name for error messages)."""
-    if isinstance(source, (str, Path)):
-        path = Path(source)
-        if path.is_dir():
-            return _list_images(path), None, str(path)
-        if path.suffix in (".npy", ".npz") and path.exists():
-            return (*_open_numpy(path), str(path))
-        raise DataError(
-            f"{path} is {'not a folder, .npy or .npz' if path.exists() else 'not there'}: "
-            "pass a folder of images or an array file"
-        )
-    if isinstance(source, (Tensor, np.ndarray)):
-        if source.ndim < 2:
-            raise DataError(f"an array of samples is (samples, *shape), got {tuple(source.shape)}")
-        return source, None, "the array"
-    if isinstance(source, Mapping):
-        raise DataError("pass one split of the dataset, for instance dataset['train']")
-    if hasattr(source, "__getitem__") or isinstance(source, Iterable):
-        return source, None, type(source).__name__
-    raise DataError(f"cannot read images from {type(source).__name__}")
-
-
-def _is_indexed(source: Any) -> bool:
-    if isinstance(source, IterableDataset):  # inherits a __getitem__ that only raises
-        return False
-    return hasattr(source, "__getitem__") and hasattr(source, "__len__")
-
-
-def _list_images(folder: Path) -> list[Path]:
-    """Every image below a folder, sorted; hidden files (thumbnails, ._ files) are left out."""
-    formats = Image.registered_extensions()
-    known = {end for end, kind in formats.items() if kind in Image.OPEN and kind not in _NOT_PICTURES}
-    found = (p for p in folder.rglob("*") if p.suffix.lower() in known and p.is_file())
-    files = sorted(p for p in found if not any(n.startswith(".") for n in p.relative_to(folder).parts))
-    if not files:
-        raise DataError(f"{folder} holds no image that Pillow can read")
-    return files
-
-
-def _open_numpy(path: Path) -> tuple[Any, Any]:
-    if path.suffix == ".npz" and not zipfile.is_zipfile(path):
-        raise DataError(f"{path} is not an .npz archive")
-    try:
-        if path.suffix == ".npy":
-            return _open(np.lib.format.open_memmap(path, mode="r"))[0], None
-        with np.load(path, allow_pickle=False) as archive:
-            names = list(archive.files)
-            image = next((n for n in (*_IMAGE_KEYS, "arr_0") if n in names), None)
-            if image is None:
-                raise DataError(f"{path} has arrays {names}; expected one named {', '.join(_IMAGE_KEYS)}")
-            label = next((n for n in _LABEL_KEYS if n in names), None)
-            images, labels = archive[image], archive[label] if label else None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
-    if labels is not None and labels.shape[:1] != images.shape[:1]:
-        raise DataError(f"{path} has images of shape {images.shape} and labels of shape {labels.shape}")
-    return _open(images)[0], labels
-
-
-def _read_image(path: Path) -> Image.Image:
-    try:
-        with Image.open(path) as image:
-            image.load()
-            return image
-    except Exception as error:  # decoders raise RuntimeError, TypeError and more on damaged files
-        raise DataError(f"{path} cannot be read as an image: {error}") from None
-
-
-def _to_array(image: Image.Image, channels: int, where: str) -> np.ndarray[Any, Any]:
-    if image.mode.startswith(("I", "F")):
-        raise DataError(f"{where} is a {image.mode} image; convert it to 8 bits first")
-    mode = _MODES.get(channels)
-    if mode is None:
-        raise DataError(f"{where} is an image, the model takes {channels} channels: pass arrays instead")
-    colour = image.mode not in ("1", "L", "LA")
-    if channels == 1 and colour:
-        raise DataError(f"{where} is a colour image ({image.mode}), the model takes one channel")
-    try:
-        pixels = np.asarray(image.convert(mode))  # a dataset's image may only be decoded here
-    except Exception as error:
-        raise DataError(f"{where} cannot be read as an image: {error}") from None
-    if channels != 4 and _has_transparency(image):
-        raise DataError(f"{where} has transparency ({image.mode}), the model takes {mode}: flatten it first")
-    return pixels.reshape(image.height, image.width, channels).transpose(2, 0, 1)
-
-
-def _has_transparency(image: Image.Image) -> bool:
-    """An alpha channel, or a palette entry (or colour) marked transparent that some pixel has."""
-    if image.mode in ("RGBA", "RGBa", "LA", "La", "PA"):
-        return True
-    if "transparency" not in image.info:
-        return False
-    return bool((np.asarray(image.convert("RGBA"))[..., 3] < 255).any())
-
-
-def _to_tensor(image: Any, where: str) -> Tensor:
-    try:
-        if isinstance(image, np.ndarray):
-            return torch.from_numpy(image.astype(image.dtype.newbyteorder("="), order="C"))
-        return torch.as_tensor(image).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
-        raise DataError(
-            f"{where} is a {type(image).__name__}; expected an image, an array or a tensor, alone, with a "
-            "label as (image, label), or as a row with a column named 'image'"
-        ) from None
-
-
-def _split(item: Any) -> tuple[Any, Any]:
-    """(image, label) of whatever a dataset yields."""
-    if isinstance(item, Mapping):
-        key = next((k for k in _IMAGE_KEYS if k in item), None)
-        if key is None:
-            raise DataError(
-                f"the dataset's rows have {sorted(map(str, item))}; expected a column named 'image'"
-            )
-        label = next((item[k] for k in _LABEL_KEYS if k in item), None)
-        return item[key], label
-    if isinstance(item, (tuple, list)) and len(item) == 2 and not isinstance(item[0], (int, float)):
-        return item[0], item[1]
-    if isinstance(item, (tuple, list)) and len(item) == 1:
-        return item[0], None
-    return item, None
-
-
-def _channels_first(array: Tensor, shape: tuple[int, ...], where: str) -> Tensor:
-    if array.dim() == len(shape) - 1 and shape[0] == 1:
-        array = array.unsqueeze(0)
-    if array.dim() != len(shape):
-        raise DataError(f"{where} has shape {tuple(array.shape)}, the model takes {shape}")
-    if tuple(array.shape) == shape:
-        return array
-    moved = array.movedim(-1, 0)
-    if moved.shape[0] == shape[0] and (array.shape[0] != shape[0] or tuple(moved.shape) == shape):
-        return moved
-    if array.shape[0] != shape[0]:
-        raise DataError(f"{where} has shape {tuple(array.shape)}: the model takes {shape[0]} channels")
-    return array
 
 
 def _stack(rows: list[tuple[int, Tensor, Any]]) -> Batch:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -77,16 +78,22 @@ class Denoiser:
         self._call = call or network
         weight = next(network.parameters(), None) if isinstance(network, nn.Module) else None
         self.device = torch.device(device or (weight.device if weight is not None else "cpu"))
-        self.dtype = dtype or (weight.dtype if weight is not None else torch.float32)
+        self._dtype = dtype
         self.description = description or type(network).__name__
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the network is fed: what was asked for, or whatever its weights are now."""
+        weight = next(self.network.parameters(), None) if isinstance(self.network, nn.Module) else None
+        return self._dtype or (weight.dtype if weight is not None else torch.float32)
 
     def __call__(self, x_t: Tensor, t: Tensor, y: Any = None) -> Tensor:
         """The network's prediction, mean channels only (a learned variance is cut off)."""
         times = t
         if self.process.integer_times and not t.is_floating_point():
             times = t.to(torch.int64)
-        args = (x_t.to(self.dtype), times) if not self.conditional else (x_t.to(self.dtype), times, y)
-        output = prediction(self._call(*args))
+        args = (times, y) if self.conditional else (times,)
+        output = prediction(self._call(x_t.to(self.dtype), *args))
         channels = self.shape[0]
         if (output.shape[:1], output.shape[2:]) != (x_t.shape[:1], x_t.shape[2:]):
             raise ModelError(
@@ -103,6 +110,19 @@ class Denoiser:
     def fingerprint(self) -> dict[str, str]:
         """Hashes of the weights; empty for a network without any."""
         return fingerprint(self.network)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """With the network in evaluation mode (no dropout), and back as it was afterwards."""
+        modules = list(self.network.modules()) if isinstance(self.network, nn.Module) else []
+        training = [module.training for module in modules]
+        try:
+            for module in modules:
+                module.training = False
+            yield
+        finally:
+            for module, was in zip(modules, training, strict=True):
+                module.training = was
 
     def to(self, device: torch.device | str) -> Denoiser:
         """Move the network; returns self."""

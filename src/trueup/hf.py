@@ -1,4 +1,4 @@
-"""diffusers models, schedulers, pipelines and saved directories as denoisers.
+"""diffusers models, pipelines and saved directories as denoisers.
 
 The only module that imports diffusers, and only when it must load something from disk; everything
 else works on the objects it is handed.
@@ -19,118 +19,11 @@ from trueup import process as processes
 from trueup.denoiser import Denoiser
 from trueup.errors import ModelError
 from trueup.parametrization import Parametrization
+from trueup.schedules import schedule
 
-_PREDICTIONS = {
-    "epsilon": "noise",
-    "sample": "data",
-    "v_prediction": "velocity",
-    "flow_prediction": "flow",
-}
-_FLOW_PREDICTIONS = {"epsilon": "noise", "sample": "data", "flow_prediction": "flow"}
-_DISTILLED = {
-    "CMStochasticIterativeScheduler": "a consistency model",
-    "ConsistencyDecoderScheduler": "a consistency model",
-    "FlowMapEulerDiscreteScheduler": "a distilled flow map",
-    "FlowMatchLCMScheduler": "a latent consistency model",
-    "HeliosDMDScheduler": "a model distilled by distribution matching",
-    "LCMScheduler": "a latent consistency model",
-    "PiflowScheduler": "a distilled policy",
-    "SCMScheduler": "a consistency model",
-    "TCDScheduler": "a trajectory consistency model",
-}
 _NETWORKS = ("unet", "transformer")
 _TIME_NAMES = ("timestep", "timesteps", "t", "time", "sigma", "noise_labels")
 _AUTOENCODERS = ("vae", "vqvae")
-
-
-def schedule(config: Mapping[str, Any]) -> tuple[processes.NoiseProcess, Parametrization]:
-    """Read a scheduler's config: the noise the network was trained on, and what it predicts."""
-    name = str(config.get("_class_name", ""))
-    if name in _DISTILLED:
-        raise ModelError(
-            f"{name} belongs to {_DISTILLED[name]}: its outputs are not conditional expectations, so their "
-            "average error need not be zero and there is nothing to calibrate"
-        )
-    try:
-        return _schedule(name, config)
-    except (TypeError, ValueError) as error:
-        raise ModelError(f"the config of {name or 'the scheduler'} cannot be read: {error}") from None
-
-
-def _schedule(name: str, config: Mapping[str, Any]) -> tuple[processes.NoiseProcess, Parametrization]:
-    kind = str(config.get("prediction_type", "epsilon"))
-    steps = int(config.get("num_train_timesteps", 1000))
-    if name.startswith("FlowMatch"):
-        if config.get("invert_sigmas"):
-            raise ModelError(f"{name} with invert_sigmas counts time backwards; describe it with a Denoiser")
-        return processes.Flow(time_scale=float(steps)), Parametrization("flow")
-    if name.startswith("EDM"):
-        sigma_data = float(config.get("sigma_data", 0.5))
-        edm = processes.EDM(
-            sigma_data, float(config.get("sigma_min", 0.002)), float(config.get("sigma_max", 80))
-        )
-        names = {"epsilon": "edm", "v_prediction": "edm_velocity"}
-        if kind not in names:
-            raise ModelError(f"{name} knows no prediction type {kind!r}; expected epsilon or v_prediction")
-        return edm, Parametrization(names[kind], sigma_data)
-    if kind not in _PREDICTIONS:
-        known = ", ".join(_PREDICTIONS)
-        raise ModelError(f"unknown prediction type {kind!r} in the scheduler; known: {known}")
-    if config.get("use_flow_sigmas") or kind == "flow_prediction":
-        if kind not in _FLOW_PREDICTIONS:
-            raise ModelError(f"{name} with use_flow_sigmas has no meaning for a {kind!r} prediction")
-        return processes.Flow(time_scale=float(steps)), Parametrization(_FLOW_PREDICTIONS[kind])
-    if config.get("beta_schedule") is None and config.get("trained_betas") is None:
-        raise ModelError(
-            f"the config of {name or 'the scheduler'} names no beta_schedule, so what noise it puts at which "
-            "time is not known: pass process= and parametrization="
-        )
-    process = processes.DiscreteVP(_alphas_cumprod(config, steps))
-    if config.get("timestep_type") == "continuous" and kind == "v_prediction":
-        return _continuous(process, config), Parametrization("velocity")
-    return process, Parametrization(_PREDICTIONS[kind])
-
-
-def _continuous(process: processes.DiscreteVP, config: Mapping[str, Any]) -> processes.EDM:
-    """Euler's continuous timesteps: the network receives ln(sigma)/4, and sigma has a range of its own."""
-    ends = [float((-process.lam(t)).exp()) for t in (process.t_min, process.t_max)]
-    low, high = (config.get(name) or end for name, end in zip(("sigma_min", "sigma_max"), ends, strict=True))
-    return processes.EDM(1.0, float(low), float(high))
-
-
-def _alphas_cumprod(config: Mapping[str, Any], steps: int) -> torch.Tensor:
-    trained = config.get("trained_betas")
-    name = str(config.get("beta_schedule"))
-    if trained is not None:
-        process = processes.DiscreteVP.from_betas(trained)
-    elif name == "squaredcos_cap_v2":
-        process = processes.DiscreteVP.cosine(steps)
-    elif name in ("linear", "scaled_linear", "sigmoid"):
-        if config.get("beta_start") is None or config.get("beta_end") is None:
-            raise ModelError(f"a {name} beta schedule needs beta_start and beta_end; the config has not both")
-        start, end = float(config["beta_start"]), float(config["beta_end"])
-        if name == "linear":
-            process = processes.DiscreteVP.linear(start, end, steps)
-        elif name == "scaled_linear":
-            process = processes.DiscreteVP.scaled_linear(start, end, steps)
-        else:
-            ramp = torch.sigmoid(torch.linspace(-6, 6, steps, dtype=torch.float64))
-            process = processes.DiscreteVP.from_betas(ramp * (end - start) + start)
-    else:
-        raise ModelError(
-            f"unknown beta schedule {name!r}; pass process=trueup.process.DiscreteVP(alphas_cumprod)"
-        )
-    alphas_cumprod = process.alphas_cumprod
-    shift = float(config.get("snr_shift_scale") or 1.0)  # CogVideoX
-    return _rescale(alphas_cumprod / (shift + (1.0 - shift) * alphas_cumprod), config)
-
-
-def _rescale(alphas_cumprod: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
-    if not config.get("rescale_betas_zero_snr"):
-        return alphas_cumprod
-    root = alphas_cumprod.sqrt()  # shifted to end at zero, scaled to keep its start
-    root = (root - root[-1]) * root[0] / (root[0] - root[-1])
-    return root**2
 
 
 def _config(obj: Any) -> dict[str, Any]:
@@ -203,7 +96,6 @@ def as_denoiser(
     shape = _sample_shape(settings)
     if device is not None:
         network.to(device)
-    network.eval()
     return Denoiser(
         network,
         process,

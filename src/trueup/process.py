@@ -84,12 +84,14 @@ class NoiseProcess:
         return times.round() if self.integer_times else times
 
     def agrees_with(self, other: NoiseProcess) -> bool:
-        """Whether both put the same noise at the same times."""
-        if type(self) is not type(other):
+        """Whether both put the same noise at the same times, wherever both are defined."""
+        low, high = max(self.t_min, other.t_min), min(self.t_max, other.t_max)
+        if type(self) is not type(other) or low >= high:
             return False
-        t = torch.linspace(self.t_min, self.t_max, 65, dtype=torch.float64)[1:-1]
-        same_range = (self.t_min, self.t_max) == (other.t_min, other.t_max)
-        return same_range and all(
+        if self.integer_times and (self.t_max != other.t_max):
+            return False  # a schedule of another length is another schedule
+        t = torch.linspace(low, high, 65, dtype=torch.float64)[1:-1]
+        return all(
             torch.allclose(getattr(self, name)(t), getattr(other, name)(t), rtol=1e-4, atol=1e-4)
             for name in ("log_alpha", "lam")
         )

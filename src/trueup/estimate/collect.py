@@ -68,7 +68,8 @@ def measure(
         raise DataError("needs at least one image")
     samples = Samples(data, denoiser.shape, denoiser.data_range, Transform(resize, crop, flip, data_range))
     moments = _empty(denoiser, levels, seed, antithetic, edges, samples.transform)
-    with _Progress(samples, images, moments.levels * moments.draws, progress) as bar:
+    evaluations = moments.levels * moments.draws
+    with denoiser.evaluating(), _Progress(samples, images, evaluations, progress) as bar:
         for batch in samples.batches(batch_size, 0, images):
             add_batch(moments, denoiser, batch, seed)
             bar.update(len(batch.index))

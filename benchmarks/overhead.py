@@ -1,0 +1,144 @@
+"""What calibrating and being calibrated cost, as ratios taken in one run.
+
+    python benchmarks/overhead.py --model DIR --data cifar10.npy [--device cuda]
+
+Bare and calibrated forwards alternate, so that a drifting machine slows both alike; medians are compared.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+
+import trueup
+from trueup.data import Samples
+from trueup.estimate.collect import add_batch
+from trueup.estimate.moments import Moments
+
+from common import load_images, load_model, parser, table
+
+
+def clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@torch.inference_mode()
+def forward_ratios(denoiser, cal, batch: int, rounds: int, on_device: bool) -> tuple[float, float]:
+    """(bare seconds, calibrated / bare) of one forward, the median of pairs taken in turn."""
+    x_t = torch.randn(batch, *denoiser.shape, device=denoiser.device)
+    t = torch.full((batch,), 400, device=denoiser.device) if on_device else torch.tensor(400)
+    network = denoiser.network
+    inner = 20 if denoiser.device.type == "cuda" else 1
+
+    def once() -> float:
+        start = clock(denoiser.device)
+        for _ in range(inner):
+            network(x_t, t)
+        return (clock(denoiser.device) - start) / inner
+
+    for _ in range(3):
+        once()
+    bare, ratios = [], []
+    for _ in range(rounds):
+        plain = once()
+        with trueup.attach(denoiser, cal, force=True):
+            network(x_t, t)  # tables reach the device here
+            ratios.append(once() / plain)
+        bare.append(plain)
+    return statistics.median(bare), statistics.median(ratios)
+
+
+@torch.inference_mode()
+def calibration_ratio(denoiser, images, batch: int, rounds: int) -> float:
+    """Bare forward loop's time over the calibration's, for the same evaluations."""
+    levels = trueup.estimate.default_levels(denoiser.process)[:: 5 if denoiser.device.type == "cpu" else 1]
+    moments = Moments.empty(
+        levels,
+        denoiser.process.lam(levels),
+        denoiser.process.alpha(levels),
+        denoiser.process.sigma(levels),
+        denoiser.shape,
+    )
+    samples = Samples(images, denoiser.shape, denoiser.data_range)
+    data = next(samples.batches(batch))
+    x_t = torch.randn(batch, *denoiser.shape, device=denoiser.device)
+    ratios = []
+    for round_ in range(rounds + 1):
+        start = clock(denoiser.device)
+        for t in levels:
+            denoiser.network(x_t, torch.full((batch,), int(t), device=denoiser.device))
+        bare = clock(denoiser.device) - start
+        start = clock(denoiser.device)
+        data = next(samples.batches(batch))
+        add_batch(moments, denoiser, data, seed=0)
+        if round_:
+            ratios.append(bare / (clock(denoiser.device) - start))
+    return statistics.median(ratios)
+
+
+def cpu_seconds(code: list[str], repeats: int = 7) -> float:
+    """Least CPU time of a fresh interpreter."""
+    times = []
+    for _ in range(repeats):
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                f"import resource,subprocess,sys;subprocess.run({code!r},check=True,"
+                "stdout=subprocess.DEVNULL);u=resource.getrusage(resource.RUSAGE_CHILDREN);"
+                "print(u.ru_utime+u.ru_stime)",
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        times.append(float(done.stdout))
+    return min(times)
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("--rounds", type=int, default=15)
+    options = p.parse_args()
+    images = load_images(options)
+    denoiser = load_model(options.model[0], options)
+    denoiser.network.eval()
+    cal = trueup.calibrate(
+        denoiser, images, images=24, estimator="regressed", levels=range(0, 1000, 37), batch_size=24
+    )
+    shift = trueup.calibrate(
+        denoiser, images, images=8, family="shift", estimator="paired", levels=[0, 500, 999]
+    )
+    rows = [["what", "ratio"]]
+    where = f"{options.device}, batch 16"
+    for name, fitted in (("spectral", cal), ("shift", shift)):
+        for on_device in (False, True) if options.device != "cpu" else (False,):
+            bare, ratio = forward_ratios(denoiser, fitted, 16, options.rounds, on_device)
+            times = ", t on the device" if on_device else ""
+            rows.append(
+                [f"{name} attached / bare forward ({where}{times}, {1e3 * bare:.1f} ms)", f"{ratio:.4f}"]
+            )
+    for batch in (16, 256) if options.device != "cpu" else (16,):
+        ratio = calibration_ratio(denoiser, images, batch, max(3, options.rounds // 3))
+        rows.append(
+            [f"calibration rate / bare forward loop ({options.device}, batch {batch})", f"{ratio:.3f}"]
+        )
+    torch_alone = cpu_seconds([sys.executable, "-c", "import torch"])
+    both = cpu_seconds(
+        [sys.executable, "-c", "import torch, trueup; trueup.calibrate, trueup.attach, trueup.load"]
+    )
+    rows.append(["import trueup, all names touched, over import torch", f"{both - torch_alone:.3f} s"])
+    rows.append(
+        ["trueup --help", f"{cpu_seconds([sys.executable, '-m', 'trueup.cli', '--help']):.3f} s of CPU"]
+    )
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
