@@ -2,12 +2,12 @@
 
     python benchmarks/overhead.py --model DIR --data cifar10.npy [--device cuda]
 
-Bare and calibrated forwards alternate, so that a drifting machine slows both alike; medians are compared.
+Bare and calibrated forwards alternate, so that a drifting machine slows both alike, and the least time of
+each is compared: whatever else the machine does only ever adds.
 """
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 import time
@@ -29,8 +29,8 @@ def clock(device: torch.device) -> float:
 
 
 @torch.inference_mode()
-def forward_ratios(denoiser, cal, batch: int, rounds: int, on_device: bool) -> tuple[float, float]:
-    """(bare seconds, calibrated / bare) of one forward, the median of pairs taken in turn."""
+def forward_ratio(denoiser, cal, batch: int, rounds: int, on_device: bool) -> tuple[float, float]:
+    """(bare seconds, calibrated / bare) of one forward: the least of each, taken in turn."""
     x_t = torch.randn(batch, *denoiser.shape, device=denoiser.device)
     t = torch.full((batch,), 400, device=denoiser.device) if on_device else torch.tensor(400)
     network = denoiser.network
@@ -44,14 +44,13 @@ def forward_ratios(denoiser, cal, batch: int, rounds: int, on_device: bool) -> t
 
     for _ in range(3):
         once()
-    bare, ratios = [], []
+    bare, calibrated = [], []
     for _ in range(rounds):
-        plain = once()
+        bare.append(once())
         with trueup.attach(denoiser, cal, force=True):
             network(x_t, t)  # tables reach the device here
-            ratios.append(once() / plain)
-        bare.append(plain)
-    return statistics.median(bare), statistics.median(ratios)
+            calibrated.append(once())
+    return min(bare), min(calibrated) / min(bare)
 
 
 @torch.inference_mode()
@@ -66,20 +65,17 @@ def calibration_ratio(denoiser, images, batch: int, rounds: int) -> float:
         denoiser.shape,
     )
     samples = Samples(images, denoiser.shape, denoiser.data_range)
-    data = next(samples.batches(batch))
     x_t = torch.randn(batch, *denoiser.shape, device=denoiser.device)
-    ratios = []
-    for round_ in range(rounds + 1):
+    bare, calibrating = [], []
+    for _ in range(rounds):
         start = clock(denoiser.device)
         for t in levels:
             denoiser.network(x_t, torch.full((batch,), int(t), device=denoiser.device))
-        bare = clock(denoiser.device) - start
+        bare.append(clock(denoiser.device) - start)
         start = clock(denoiser.device)
-        data = next(samples.batches(batch))
-        add_batch(moments, denoiser, data, seed=0)
-        if round_:
-            ratios.append(bare / (clock(denoiser.device) - start))
-    return statistics.median(ratios)
+        add_batch(moments, denoiser, next(samples.batches(batch)), seed=0)
+        calibrating.append(clock(denoiser.device) - start)
+    return min(bare) / min(calibrating)
 
 
 def cpu_seconds(code: list[str], repeats: int = 7) -> float:
@@ -90,7 +86,7 @@ def cpu_seconds(code: list[str], repeats: int = 7) -> float:
             [
                 sys.executable,
                 "-c",
-                f"import resource,subprocess,sys;subprocess.run({code!r},check=True,"
+                f"import resource,subprocess;subprocess.run({code!r},check=True,"
                 "stdout=subprocess.DEVNULL);u=resource.getrusage(resource.RUSAGE_CHILDREN);"
                 "print(u.ru_utime+u.ru_stime)",
             ],
@@ -104,7 +100,7 @@ def cpu_seconds(code: list[str], repeats: int = 7) -> float:
 
 def main() -> None:
     p = parser(__doc__)
-    p.add_argument("--rounds", type=int, default=15)
+    p.add_argument("--rounds", type=int, default=20)
     options = p.parse_args()
     images = load_images(options)
     denoiser = load_model(options.model[0], options)
@@ -119,7 +115,7 @@ def main() -> None:
     where = f"{options.device}, batch 16"
     for name, fitted in (("spectral", cal), ("shift", shift)):
         for on_device in (False, True) if options.device != "cpu" else (False,):
-            bare, ratio = forward_ratios(denoiser, fitted, 16, options.rounds, on_device)
+            bare, ratio = forward_ratio(denoiser, fitted, 16, options.rounds, on_device)
             times = ", t on the device" if on_device else ""
             rows.append(
                 [f"{name} attached / bare forward ({where}{times}, {1e3 * bare:.1f} ms)", f"{ratio:.4f}"]
@@ -129,10 +125,15 @@ def main() -> None:
         rows.append(
             [f"calibration rate / bare forward loop ({options.device}, batch {batch})", f"{ratio:.3f}"]
         )
+    if options.device != "cpu":
+        print(table(rows))  # imports are a matter of the CPU
+        return
+    bare_import = cpu_seconds([sys.executable, "-c", "import torch, trueup"])
     torch_alone = cpu_seconds([sys.executable, "-c", "import torch"])
     both = cpu_seconds(
         [sys.executable, "-c", "import torch, trueup; trueup.calibrate, trueup.attach, trueup.load"]
     )
+    rows.append(["import trueup, over import torch", f"{bare_import - torch_alone:.3f} s"])
     rows.append(["import trueup, all names touched, over import torch", f"{both - torch_alone:.3f} s"])
     rows.append(
         ["trueup --help", f"{cpu_seconds([sys.executable, '-m', 'trueup.cli', '--help']):.3f} s of CPU"]

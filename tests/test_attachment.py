@@ -345,3 +345,15 @@ def test_beyond_the_calibrated_range_the_correction_stays_what_it_is_at_the_end(
     inside, at_end, beyond = hook.correct(output, output, torch.tensor([0.5, 0.6, 0.95]))
     assert torch.equal(at_end, beyond)
     assert not torch.equal(inside, at_end)
+
+
+def test_gradients_flow_through_a_model_first_used_for_inference(cal):
+    """Guided sampling differentiates the network; sampling before it must not get in the way."""
+    net = tiny_unet()
+    x_t = torch.randn(2, 3, 8, 8, requires_grad=True)
+    with torch.inference_mode():
+        handle = trueup.attach(net, cal)
+        net(x_t.detach(), 300)
+    net(x_t, 300).sample.square().sum().backward()
+    assert torch.isfinite(x_t.grad).all()
+    handle.remove()

@@ -7,6 +7,7 @@ around it sees a calibrated network. Each row is corrected at its own time.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from os import PathLike
@@ -46,7 +47,8 @@ def attach(model: Any, calibration: Calibration | str | PathLike[str], *, force:
         raise AttachError("a calibration is already attached to this model: remove it first (trueup.detach)")
     if not force:
         _check_model(model, target, denoiser, calibration)
-    hook = CorrectOutput(calibration)
+    with torch.inference_mode(False):
+        hook = CorrectOutput(calibration)
     if isinstance(target, nn.Module):
         target.register_forward_hook(hook, with_kwargs=True)
         return Attachment(target, None)
@@ -113,6 +115,7 @@ class CorrectOutput:
         bands = correction.bands
         nodes = _nodes(calibration)
         self.boundaries = 0.5 * (nodes[1:] + nodes[:-1])
+        self.boundary_list: list[float] = self.boundaries.tolist()
         process, parametrization = calibration.process, calibration.parametrization
         alpha, sigma = process.alpha(nodes), process.sigma(nodes)
         weights = interpolation_weights(correction.lam, process.lam(nodes))  # (N, L)
@@ -165,27 +168,40 @@ class CorrectOutput:
     def correct(self, output: Tensor, x_t: Tensor, t: Any) -> Tensor:
         """The corrected output, in its own dtype."""
         dtype = output.dtype if output.dtype == torch.float64 else torch.float32
-        boundaries, weights, table, forward, backward = self._tables(output.device, dtype)
-        times = t if isinstance(t, Tensor) else torch.tensor(float(t))
-        times = times.to(output.device, dtype).reshape(-1)
-        if times.numel() not in (1, output.shape[0]):
-            raise AttachError(f"got {times.numel()} times for a batch of {output.shape[0]}")
-        rows = weights[torch.bucketize(times, boundaries)] @ table  # (B or 1, ...)
+        rows = self._rows(t, output, dtype)
+        wide = output.to(dtype)
         if self.constant:
-            return (output.to(dtype) - rows.reshape(-1, *self.shape)).to(output.dtype)
-        constant, on_output, on_input = rows.reshape(-1, 3, self.shape[0], *self.box).unbind(1)
-        both = torch.stack([output.to(dtype), x_t.to(dtype)])  # (2, B, C, *spatial)
-        z_output, z_input = along_last_axes(both, forward)
+            return (wide - rows[0]).to(output.dtype)
+        constant, on_output, on_input = rows
+        forward, backward = self._tables(output.device, dtype)[3:]
+        z_output, z_input = along_last_axes(torch.stack([wide, x_t.to(dtype)]), forward)
         delta = torch.addcmul(torch.addcmul(constant, on_output, z_output), on_input, z_input)
-        return (output.to(dtype) - along_last_axes(delta, backward)).to(output.dtype)
+        return (wide - along_last_axes(delta, backward)).to(output.dtype)
+
+    def _rows(self, t: Any, output: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The tables at each row's time, (B or 1, C, *box) each. Never waits for the device."""
+        boundaries, weights, table = self._tables(output.device, dtype)[:3]
+        if not isinstance(t, Tensor) or (t.numel() == 1 and t.device.type == "cpu"):
+            node = bisect_left(self.boundary_list, float(t))
+            chosen = weights[node : node + 1]
+        else:
+            times = t.to(output.device, dtype, non_blocking=True).reshape(-1)
+            if times.numel() not in (1, output.shape[0]):
+                raise AttachError(f"got {times.numel()} times for a batch of {output.shape[0]}")
+            chosen = weights[torch.bucketize(times, boundaries)]
+        rows = chosen @ table
+        if self.constant:
+            return (rows.reshape(-1, *self.shape),)
+        return rows.reshape(-1, 3, self.shape[0], *self.box).unbind(1)
 
     def _tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
         key = (device, dtype)
         ready = self._ready.get(key)
         if ready is None:
-            forward = [] if self.constant else [m.to(device, dtype) for m in self.matrices]
-            small = (part.to(device, dtype) for part in (self.boundaries, self.weights, self.table))
-            ready = (*small, forward, [m.T.contiguous() for m in forward])
+            with torch.inference_mode(False):  # they may be part of a backward pass later
+                forward = [] if self.constant else [m.to(device, dtype) for m in self.matrices]
+                small = [part.to(device, dtype) for part in (self.boundaries, self.weights, self.table)]
+                ready = (*small, forward, [m.T.contiguous() for m in forward])
             self._ready[key] = ready
         return ready
 

@@ -71,15 +71,30 @@ class Bands:
         _, self.index = torch.unique(index, return_inverse=True)  # (*spatial), bands with no member dropped
         self.count = int(self.index.max()) + 1
         self.sizes = torch.bincount(self.index.flatten(), minlength=self.count)
+        self._ready: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor], Tensor]] = {}
         self.members = [(self.index.flatten() == k).nonzero().flatten() for k in range(self.count)]
 
     def dct(self, x: Tensor) -> Tensor:
         """DCT over the spatial axes, (..., *spatial) -> (..., *spatial)."""
-        return along_last_axes(x, [dct_matrix(n).to(x) for n in self.spatial])
+        return along_last_axes(x, self._on(x)[0])
 
     def idct(self, x: Tensor) -> Tensor:
         """Inverse DCT."""
-        return along_last_axes(x, [dct_matrix(n).T.to(x) for n in self.spatial])
+        return along_last_axes(x, self._on(x)[1])
+
+    def indicator(self, like: Tensor) -> Tensor:
+        """Which coefficient is in which band, (K, bands), as `like` is: x @ indicator sums x into bands."""
+        return self._on(like)[2]
+
+    def _on(self, like: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """The matrices where they are needed, copied there once."""
+        key = (like.device, like.dtype)
+        if key not in self._ready:
+            with torch.inference_mode(False):  # they may be part of a backward pass later
+                forward = [dct_matrix(n).to(*key) for n in self.spatial]
+                one_hot = torch.nn.functional.one_hot(self.index.flatten(), self.count).to(*key)
+                self._ready[key] = (forward, [m.T.contiguous() for m in forward], one_hot)
+        return self._ready[key]
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum coefficients into bands, (..., K) -> (..., bands)."""

@@ -68,11 +68,14 @@ def measure(
         raise DataError("needs at least one image")
     samples = Samples(data, denoiser.shape, denoiser.data_range, Transform(resize, crop, flip, data_range))
     moments = _empty(denoiser, levels, seed, antithetic, edges, samples.transform)
+    if denoiser.device.type != "mps":  # which has no float64
+        moments = moments.to(denoiser.device)
     evaluations = moments.levels * moments.draws
     with denoiser.evaluating(), _Progress(samples, images, evaluations, progress) as bar:
         for batch in samples.batches(batch_size, 0, images):
             add_batch(moments, denoiser, batch, seed)
             bar.update(len(batch.index))
+    moments = moments.to("cpu")
     if moments.images == 0:
         raise DataError(f"{samples.name} holds no samples")
     if mean_images:
@@ -124,19 +127,25 @@ def add_batch(moments: Moments, denoiser: Denoiser, batch: Batch, seed: int) -> 
     device = denoiser.device
     x0 = batch.x0.to(device)
     y = batch.y.to(device) if batch.y is not None else None
+    index = batch.index.to(device)
     if denoiser.conditional and y is None:
         raise DataError("the network is conditional: the data must come with labels")
+    finite = torch.ones(moments.levels, dtype=torch.bool, device=device)
     for level, t in enumerate(moments.t.tolist()):
-        alpha, sigma = moments.alpha[level].to(x0), moments.sigma[level].to(x0)
-        noise = normal(seed, batch.index, level_key(t), denoiser.shape, device)
+        alpha, sigma = (
+            torch.full((), float(v[level]), device=device) for v in (moments.alpha, moments.sigma)
+        )
+        noise = normal(seed, index, level_key(t), denoiser.shape, device)
         for sign in (1.0, -1.0)[: moments.draws]:
-            eps = sign * noise
+            eps = sign * noise if moments.draws > 1 else noise
             x_t = alpha * x0 + sigma * eps  # equation 1
             output = denoiser(x_t, _times(t, len(x0), denoiser.process, device), y).float()
-            if not torch.isfinite(output).all():
-                raise ModelError(f"the network returned values that are not finite at t = {t:g}")
+            finite[level] &= torch.isfinite(output).all()
             eps_hat = denoiser.parametrization.to_eps(output, x_t, alpha, sigma)
-            moments.add(level, batch.index, eps_hat, eps, x_t)
+            moments.add(level, index, eps_hat, eps, x_t)
+    if not finite.all():  # asked once a batch, so that the device is not kept waiting
+        t = float(moments.t[~finite.cpu()][0])
+        raise ModelError(f"the network returned values that are not finite at t = {t:g}")
     moments.count_rows(batch.index)
     moments.add_data(batch.x0, digest(batch.x0))
 

@@ -14,7 +14,7 @@ from trueup.estimate.shrink import kernel_weights
 from trueup.estimate.statistics import threshold
 
 SIGMAS = 1.5  # how sure held-out images must be, in normal standard deviations, before anything is kept
-SMALL_SAMPLE = 20.0  # the statistics of few images have heavy tails: SIGMAS + SMALL_SAMPLE / images
+SMALL_SAMPLE = 30.0  # the statistics of few images have heavy tails: SIGMAS + SMALL_SAMPLE / images
 ONCE = 1.7  # a band must be this much surer still at one level at least: there are many to be wrong about
 WIDTH = 0.8  # lam over which held-out evidence is pooled
 
@@ -82,9 +82,9 @@ def confirmed_scale(held: HeldOut, rows: Tensor, images: int, lam: Tensor) -> Te
     scale = torch.where((total > 0) & (square > 0), kept, torch.zeros_like(kept))
     sure = (total > threshold(sigmas + ONCE, folds) * noise) & (square > 0)
     scale = scale * sure.any(0).to(scale.dtype)
-    # A level whose bands together lost on held-out samples keeps nothing.
-    level_gain = held.gain(scale).sum((0, 2))
-    return scale * (level_gain > 0).to(scale.dtype)[:, None]
+    # A level whose bands together did not gain for sure on held-out samples keeps nothing.
+    gain = held.gain(scale).sum(2, keepdim=True)  # (F, L, 1)
+    return scale * (gain.sum(0) > error(gain)).to(scale.dtype)
 
 
 def realised_scale(held: HeldOut, correction: Correction, moments: Moments, scale: Tensor) -> Tensor:

@@ -106,18 +106,22 @@ class Moments:
         return len(self.rows)
 
     def add(self, level: int, index: Tensor, eps_hat: Tensor, eps: Tensor, x_t: Tensor) -> None:
-        """Add a batch at one level; `count_rows` is called once per batch, for all levels together."""
+        """Add a batch at one level; `count_rows` is called once per batch, for all levels together.
+
+        Everything stays on the device of the sums, and nothing waits for it.
+        """
         scale = float(self.alpha[level] ** 2 + self.sigma[level] ** 2) ** -0.5
         vectors = torch.stack([eps_hat - eps, eps_hat, x_t * scale], 1)  # (B, 3, C, *spatial)
         z = self.bands.dct(vectors.float()).flatten(3)  # (B, 3, C, K)
-        fold = (index % self.folds).to(z.device)
-        first = z.new_zeros(self.folds, *z.shape[1:], dtype=_wide(z))
-        first.index_add_(0, fold, z.to(first.dtype))
-        products = torch.stack([self.bands.sum(z[:, a] * z[:, b]) for a, b in PAIRS], 1)  # (B, 6, C, bands)
-        second = z.new_zeros(self.folds, *products.shape[1:], dtype=_wide(z))
-        second.index_add_(0, fold, products.to(second.dtype))
-        self.first[:, level] += first.to("cpu", torch.float64)
-        self.second[:, level] += second.to("cpu", torch.float64)
+        fold = (index % self.folds).to(self.first.device, non_blocking=True)
+        products = torch.cat([z[:, i : i + 1] * z[:, i:] for i in range(3)], 1)  # in the order of PAIRS
+        products = products @ self.bands.indicator(z)  # (B, 6, C, bands)
+        self.first[:, level].index_add_(0, fold, z.to(self.first))
+        self.second[:, level].index_add_(0, fold, products.to(self.second))
+
+    def to(self, device: torch.device | str) -> Moments:
+        """The same sums on another device."""
+        return replace(self, first=self.first.to(device), second=self.second.to(device))
 
     def count_rows(self, index: Tensor) -> None:
         """Count a batch of samples that went through `add` at every level."""
@@ -171,7 +175,3 @@ class Moments:
 
 def _zeros(*dims: int) -> Tensor:
     return torch.zeros(*dims, dtype=torch.float64)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.device.type == "mps" else torch.float64

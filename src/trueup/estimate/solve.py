@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,16 +89,18 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
     moments = moments.used()
     parametrization = Parametrization(**moments.provenance["parametrization"])
 
-    def once(part: Moments) -> Correction:
-        return _fit_once(part, family, estimator, parametrization)
-
     centred = Centred(moments)
-    correction = once(moments)
+    shrink = _shrinkage(centred, family, parametrization) if estimator == "shrunk" else None
+
+    def once(part: Centred) -> Correction:
+        return _estimate(part, family, estimator, parametrization, shrink)
+
+    correction = once(centred)
     shift = mean_residual(
         centred, "paired" if moments.images < 8 else "shrunk", parametrization, *_no_slopes(moments)
     )
     residual = centred.fold_sums(shift.combination) + moments.rows.reshape(-1, 1, 1, 1) * shift.offset
-    held = cross_validate(moments, residual, once) if moments.folds > 1 else None
+    held = cross_validate(moments, residual, lambda part: once(Centred(part))) if moments.folds > 1 else None
     scale = torch.ones(moments.levels, moments.bands.count, dtype=torch.float64)
     if held is None:
         scale = 0 * scale if estimator == "shrunk" else scale
@@ -166,50 +169,84 @@ def _no_slopes(moments: Moments) -> tuple[Tensor, Tensor]:
     return zero, zero
 
 
-def _fit_once(moments: Moments, family: str, estimator: str, parametrization: Parametrization) -> Correction:
-    centred = Centred(moments)
+@dataclass
+class Shrinkage:
+    """The operators of equation 21, one (L, L) matrix per band, for the two slopes and the mean."""
+
+    innovation: Tensor
+    u: Tensor
+    mean: Tensor
+
+
+def _estimate(
+    centred: Centred, family: str, estimator: str, parametrization: Parametrization, shrink: Shrinkage | None
+) -> Correction:
+    """Slopes and mean residual, shrunk and smoothed where operators are given; equations 14 to 18 and 21."""
+    moments = centred.moments
     a, d = _no_slopes(moments)
-    shrink = estimator == "shrunk"
     if family == "spectral" and moments.images > 2:
         innovation, on_u, rho = slopes(centred)
-        if shrink:
-            on_innovation = _shrink_slope(innovation, moments)
-            on_input = _shrink_slope(on_u, moments)
-        else:
-            on_innovation, on_input = innovation.value, on_u.value
-        a, d = on_innovation, on_input - rho * on_innovation  # equation 17
-    mean = mean_residual(centred, estimator, parametrization, a, d)
-    b = _shrink_mean(mean, centred) if shrink else mean.value
+        a, on_input = innovation.value, on_u.value
+        if shrink is not None:
+            a = torch.einsum("blm,mcb->lcb", shrink.innovation, a)
+            on_input = torch.einsum("blm,mcb->lcb", shrink.u, on_input)
+        d = on_input - rho * a
+    b = mean_residual(centred, estimator, parametrization, a, d).value
+    if shrink is not None:
+        b = _apply_by_band(shrink.mean, b, moments)
     return Correction(moments.lam, b, a, d, moments.bands)
 
 
-def _shrink_slope(slope: Slope, moments: Moments) -> Tensor:
-    """Shrink and smooth one direction's slopes, all bands at once; channels are the columns."""
+def _apply_by_band(operator: Tensor, b: Tensor, moments: Moments) -> Tensor:
+    out = torch.zeros_like(b)
+    for k, index in enumerate(moments.bands.members):
+        out[..., index] = torch.einsum("lm,mck->lck", operator[k], b[..., index])
+    return out
+
+
+def _shrinkage(centred: Centred, family: str, parametrization: Parametrization) -> Shrinkage:
+    """Choose the operators from all images; held-out fits reuse them on their own estimates.
+
+    Choosing them anew without each fold would let a fold's own support decide how much of it is kept, which
+    evens out what the folds say and makes them look more certain than they are.
+    """
+    moments = centred.moments
+    nothing = torch.zeros(moments.bands.count, moments.levels, moments.levels, dtype=torch.float64)
+    shrink = Shrinkage(nothing, nothing, nothing)
+    if moments.folds < 2:
+        return shrink
+    a, d = _no_slopes(moments)
+    if family == "spectral" and moments.images > 2:
+        innovation, on_u, rho = slopes(centred)
+        shrink.innovation = _slope_operator(innovation, moments)
+        shrink.u = _slope_operator(on_u, moments)
+        a = torch.einsum("blm,mcb->lcb", shrink.innovation, innovation.value)
+        d = torch.einsum("blm,mcb->lcb", shrink.u, on_u.value) - rho * a
+    shrink.mean = _mean_operator(mean_residual(centred, "shrunk", parametrization, a, d), centred)
+    return shrink
+
+
+def _slope_operator(slope: Slope, moments: Moments) -> Tensor:
+    """For one direction's slopes, all bands at once; channels are the columns."""
     folds, bands, channels = moments.folds, moments.bands.count, moments.shape[0]
-    if folds < 2:
-        return torch.zeros_like(slope.value)
     influence = [slope.influence[..., k] for k in range(bands)]  # (F, L, C) each
     model = slope.variance.mean(1)  # (L, bands)
     robust = slope.influence.square().sum(0).mean(1) * folds / (folds - 1)
     weights = kernel_weights(moments.lam, INFLATION_WIDTH)
     excess = torch.where(model > 0, robust / model.clamp_min(1e-300), torch.ones_like(model))
     variance = model * (weights @ excess).clamp_min(1.0)
-    scale = variance.sqrt().T[:, None, :, None].clamp_min(1e-150)  # (bands, 1, L, 1)
+    sd = torch.where(variance > 0, variance, torch.ones_like(variance)).sqrt().T  # absent slopes are zero
     columns = torch.full((bands,), float(channels), dtype=torch.float64)
     effective = torch.tensor(
-        [effective_columns(influence[k] / scale[k]) for k in range(bands)], dtype=torch.float64
+        [effective_columns(influence[k] / sd[k][None, :, None]) for k in range(bands)], dtype=torch.float64
     )
     gram = torch.einsum("lcb,mcb->blm", slope.value, slope.value)
-    sd = torch.where(variance > 0, variance, torch.ones_like(variance)).sqrt().T  # absent slopes are zero
-    operator = shrinker(gram, sd, noise_correlation(influence), columns, effective, moments.lam)
-    return torch.einsum("blm,mcb->lcb", operator, slope.value)
+    return shrinker(gram, sd, noise_correlation(influence), columns, effective, moments.lam)
 
 
-def _shrink_mean(mean: Mean, centred: Centred) -> Tensor:
-    """Shrink and smooth the map, band by band; a band's coefficients and channels are the columns."""
+def _mean_operator(mean: Mean, centred: Centred) -> Tensor:
+    """For the map, band by band; a band's coefficients and channels are the columns."""
     moments = centred.moments
-    if moments.folds < 2:
-        return torch.zeros_like(mean.value)
     rows = moments.rows.reshape(-1, 1, 1, 1)
     fold_means = centred.fold_sums(mean.combination) / rows + mean.offset
     deviations = (fold_means - mean.value) * rows.sqrt()  # (F, L, C, K)
@@ -229,11 +266,7 @@ def _shrink_mean(mean: Mean, centred: Centred) -> Tensor:
         [effective_columns(part / sd[k][None, :, None]) for k, part in enumerate(by_band)],
         dtype=torch.float64,
     )
-    operator = shrinker(gram, sd, noise_correlation(by_band), columns, effective, moments.lam)
-    out = torch.zeros_like(mean.value)
-    for k, index in enumerate(members):
-        out[..., index] = torch.einsum("lm,mck->lck", operator[k], mean.value[..., index])
-    return out
+    return shrinker(gram, sd, noise_correlation(by_band), columns, effective, moments.lam)
 
 
 def _data_variance(moments: Moments) -> Tensor:
