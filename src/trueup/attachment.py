@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
+from functools import reduce
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from trueup.schedules import schedule
 
 _INPUT_NAMES = ("sample", "hidden_states", "x_t", "x")
 _TIME_NAMES = ("timestep", "timesteps", "t", "sigma", "noise_labels", "time")
+_FLAT = 2**24  # entries of the largest DCT matrix over all axes at once
 _NODES = 8192  # times at which the interpolation is tabulated; a row uses the nearest
 
 
@@ -50,6 +52,9 @@ def attach(model: Any, calibration: Calibration | str | PathLike[str], *, force:
     with torch.inference_mode(False):
         hook = CorrectOutput(calibration)
     if isinstance(target, nn.Module):
+        weight = next(target.parameters(), None)
+        if weight is not None and not hook.empty:
+            hook._tables(weight.device, torch.float32)  # before anyone compiles the network
         target.register_forward_hook(hook, with_kwargs=True)
         return Attachment(target, None)
     assert denoiser is not None
@@ -134,15 +139,15 @@ class CorrectOutput:
             box = _box((b != 0) | (a != 0) | (d != 0), self.spatial)
             b, a, d = (_crop(part, self.spatial, box) for part in (b, a, d))  # (L, C * box)
             zero = torch.zeros_like(b)
-            blocks = [  # weights, and what they multiply in (constant, on the output, on the input)
-                (per_output, (b, zero, zero)),
-                (weights, (zero, a, zero)),
-                (weights * (k_input / k_output)[:, None], (zero, zero, a)),
-                (per_output * u_scale[:, None], (zero, zero, d)),
+            blocks = [  # weights, and what they multiply in (constant, -, gain on the output, on the input)
+                (per_output, (b, zero, zero, zero)),
+                (weights, (zero, zero, a, zero)),
+                (weights * (k_input / k_output)[:, None], (zero, zero, zero, a)),
+                (per_output * u_scale[:, None], (zero, zero, zero, d)),
             ]
             blocks = [(w, rows) for w, rows in blocks if w.any()]
             self.weights = torch.cat([w for w, _ in blocks], 1)
-            self.table = torch.cat([torch.stack(rows, 1) for _, rows in blocks]).flatten(1)
+            self.table = torch.cat([_by_channel(rows, self.shape[0]) for _, rows in blocks])
             self.box = box
             self.matrices = [dct_matrix(n)[:k] for n, k in zip(self.spatial, box, strict=True)]
         self._ready: dict[tuple[torch.device, torch.dtype], tuple[Any, ...]] = {}
@@ -171,37 +176,52 @@ class CorrectOutput:
         rows = self._rows(t, output, dtype)
         wide = output.to(dtype)
         if self.constant:
-            return (wide - rows[0]).to(output.dtype)
-        constant, on_output, on_input = rows
+            return (wide - rows.reshape(-1, *self.shape)).to(output.dtype)
         forward, backward = self._tables(output.device, dtype)[3:]
-        z_output, z_input = along_last_axes(torch.stack([wide, x_t.to(dtype)]), forward)
-        delta = torch.addcmul(torch.addcmul(constant, on_output, z_output), on_input, z_input)
-        return (wide - along_last_axes(delta, backward)).to(output.dtype)
+        flat = len(forward) < len(self.spatial)
+        both = torch.stack([wide, x_t.to(dtype)], 2)  # (B, C, 2, *spatial)
+        z = along_last_axes(both.flatten(3) if flat else both, forward)
+        constant, gains = rows.reshape(-1, self.shape[0], 2, 2, *z.shape[3:]).unbind(2)
+        delta = torch.addcmul(constant, gains, z)  # (B, C, 2, *box), to be summed over the 2
+        if flat:  # one product transforms back, sums and subtracts
+            pixels = wide.reshape(-1, math.prod(self.spatial))
+            corrected = torch.addmm(pixels, delta.reshape(len(pixels), -1), backward[0].T, alpha=-1)
+            return corrected.reshape(output.shape).to(output.dtype)
+        return (wide - along_last_axes(delta.sum(2), backward)).to(output.dtype)
 
-    def _rows(self, t: Any, output: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The tables at each row's time, (B or 1, C, *box) each. Never waits for the device."""
+    def _rows(self, t: Any, output: Tensor, dtype: torch.dtype) -> Tensor:
+        """The table at each row's time, (B or 1, ...). Never waits for the device."""
         boundaries, weights, table = self._tables(output.device, dtype)[:3]
         if not isinstance(t, Tensor) or (t.numel() == 1 and t.device.type == "cpu"):
             node = bisect_left(self.boundary_list, float(t))
-            chosen = weights[node : node + 1]
-        else:
-            times = t.to(output.device, dtype, non_blocking=True).reshape(-1)
-            if times.numel() not in (1, output.shape[0]):
-                raise AttachError(f"got {times.numel()} times for a batch of {output.shape[0]}")
-            chosen = weights[torch.bucketize(times, boundaries)]
-        rows = chosen @ table
-        if self.constant:
-            return (rows.reshape(-1, *self.shape),)
-        return rows.reshape(-1, 3, self.shape[0], *self.box).unbind(1)
+            return weights[node : node + 1] @ table
+        times = t.to(output.device, dtype, non_blocking=True).reshape(-1)
+        if times.numel() not in (1, output.shape[0]):
+            raise AttachError(f"got {times.numel()} times for a batch of {output.shape[0]}")
+        return weights[torch.bucketize(times, boundaries)] @ table
 
     def _tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Boundaries, weights, table and the DCT's matrices, copied to a device once.
+
+        On an accelerator a small network's time is launches, not arithmetic, so there the DCT over all axes
+        is one matrix as long as that stays small.
+        """
         key = (device, dtype)
         ready = self._ready.get(key)
         if ready is None:
             with torch.inference_mode(False):  # they may be part of a backward pass later
-                forward = [] if self.constant else [m.to(device, dtype) for m in self.matrices]
-                small = [part.to(device, dtype) for part in (self.boundaries, self.weights, self.table)]
-                ready = (*small, forward, [m.T.contiguous() for m in forward])
+                forward = [] if self.constant else self.matrices
+                backward = [m.T for m in forward]
+                small = math.prod(m.numel() for m in forward) <= _FLAT
+                if len(forward) > 1 and small and _wants_one_matrix(device):
+                    forward = [reduce(torch.kron, forward)]
+                    backward = [torch.cat([forward[0].T, forward[0].T], 1)]  # undoes both halves, and adds
+                parts = (self.boundaries, self.weights, self.table)
+                ready = (
+                    *(part.to(device, dtype) for part in parts),
+                    [m.to(device, dtype) for m in forward],
+                    [m.to(device, dtype).contiguous() for m in backward],
+                )
             self._ready[key] = ready
         return ready
 
@@ -306,6 +326,15 @@ def _nodes(calibration: Calibration) -> Tensor:
         exact = torch.cat([exact, whole[(whole >= exact[0]) & (whole <= exact[-1])]])
     nodes = nodes.clamp(float(calibration.t[0]), float(calibration.t[-1]))
     return torch.unique(torch.cat([nodes, exact]))
+
+
+def _wants_one_matrix(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def _by_channel(parts: tuple[Tensor, ...], channels: int) -> Tensor:
+    """Tables (L, C * box) each, side by side within every channel, flat."""
+    return torch.stack([part.reshape(len(part), channels, -1) for part in parts], 2).flatten(1)
 
 
 def _box(used: Tensor, spatial: tuple[int, ...]) -> tuple[int, ...]:

@@ -114,10 +114,11 @@ class Moments:
         vectors = torch.stack([eps_hat - eps, eps_hat, x_t * scale], 1)  # (B, 3, C, *spatial)
         z = self.bands.dct(vectors.float()).flatten(3)  # (B, 3, C, K)
         fold = (index % self.folds).to(self.first.device, non_blocking=True)
+        member = (torch.arange(self.folds, device=fold.device)[:, None] == fold).to(self.first)  # (F, B)
         products = torch.cat([z[:, i : i + 1] * z[:, i:] for i in range(3)], 1)  # in the order of PAIRS
         products = products @ self.bands.indicator(z)  # (B, 6, C, bands)
-        self.first[:, level].index_add_(0, fold, z.to(self.first))
-        self.second[:, level].index_add_(0, fold, products.to(self.second))
+        for sums, terms in ((self.first, z), (self.second, products)):
+            sums[:, level] += (member @ terms.to(sums).flatten(1)).reshape(sums[:, level].shape)
 
     def to(self, device: torch.device | str) -> Moments:
         """The same sums on another device."""

@@ -23,6 +23,9 @@ from trueup.process import NoiseProcess
 
 FAMILIES = ("shift", "spectral")
 ESTIMATORS = ("plain", "paired", "regressed", "shrunk")
+PAIRED_FOLDS = (
+    1.5  # fold f scores what g fitted and g what f fitted: between 1 (all signal) and 2 (all noise)
+)
 INFLATION_WIDTH = 1.0  # lam over which the excess of fold scatter over model variance is averaged
 
 
@@ -119,6 +122,7 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
         by_fold = held.gain(scale).sum(2)  # (F, L)
         gain, gain_se = mean_and_error(by_fold, moments.rows)
         bound, bound_se = mean_and_error(by_fold @ weights, moments.rows)  # equation 26
+        gain_se, bound_se = PAIRED_FOLDS**0.5 * gain_se, PAIRED_FOLDS**0.5 * bound_se
     gram = torch.einsum("flck,glck->lfg", residual, residual)
     eta2 = squared_norm(gram, moments.rows)
     eta_bound = squared_norm(torch.einsum("l,lfg->fg", weights, gram), moments.rows)
