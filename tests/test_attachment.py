@@ -54,7 +54,7 @@ def by_definition(cal, output, x_t, t):
     wide = (-1, *[1] * (x_t.dim() - 1))
     alpha, sigma = process.alpha(t).reshape(wide), process.sigma(t).reshape(wide)
     eps_hat = kind.to_eps(output.double(), x_t.double(), alpha, sigma)
-    u = x_t.double() * (alpha**2 + sigma**2).rsqrt()
+    u = x_t.double() / sigma
     return kind.from_eps(cal.correction.apply(eps_hat, u, process.lam(t)), x_t.double(), alpha, sigma)
 
 
@@ -79,8 +79,10 @@ def test_fractional_times_fall_between_their_neighbours(unet, cal):
     before = unet(x_t, t).sample
     with trueup.attach(unet, cal):
         after = unet(x_t, t).sample
-    # times are tabulated 8,192 to the range: at most half a thousandth of a level off
-    assert torch.allclose(after.double(), by_definition(cal, before, x_t, t), atol=2e-3)
+    expected = by_definition(cal, before, x_t, t)
+    # times are tabulated, 8,192 over 9.7 of lam: sigma, and with it x_t/sigma, is off by 0.06% at most
+    size = (expected - before).abs().flatten(1).max(1).values
+    assert ((after - expected).abs().flatten(1).max(1).values < 3e-3 * size).all()
 
 
 @torch.inference_mode()

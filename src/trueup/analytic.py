@@ -71,7 +71,7 @@ class GaussianMixture:
             wide = (-1, *[1] * (x_t.dim() - 1))
             alpha_wide, sigma_wide = alpha.reshape(wide).to(x_t), sigma.reshape(wide).to(x_t)
             if distortion is not None:
-                u = x_t * (alpha_wide**2 + sigma_wide**2).rsqrt()
+                u = x_t / sigma_wide
                 eps = eps + distortion(eps, u, process.lam(times).reshape(wide).to(x_t))
             return kind.from_eps(eps, x_t, alpha_wide, sigma_wide)
 

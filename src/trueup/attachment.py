@@ -127,7 +127,6 @@ class CorrectOutput:
         k_output = parametrization.deps_doutput(alpha, sigma)  # eps_hat = k_output output + k_input x_t
         p, q = parametrization.coefficients(alpha, sigma)
         k_input = -p / (alpha * q - sigma * p)
-        u_scale = (alpha**2 + sigma**2).rsqrt()
         self.constant = not (correction.a.any() or correction.d.any())
         per_output = weights / k_output[:, None]
         if self.constant:
@@ -143,7 +142,7 @@ class CorrectOutput:
                 (per_output, (b, zero, zero, zero)),
                 (weights, (zero, zero, a, zero)),
                 (weights * (k_input / k_output)[:, None], (zero, zero, zero, a)),
-                (per_output * u_scale[:, None], (zero, zero, zero, d)),
+                (per_output / sigma[:, None], (zero, zero, zero, d)),
             ]
             blocks = [(w, rows) for w, rows in blocks if w.any()]
             self.weights = torch.cat([w for w, _ in blocks], 1)

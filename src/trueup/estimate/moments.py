@@ -4,7 +4,7 @@ Per noise level we keep, in the DCT domain, the sums of three vectors and the su
 
     residual   eps_hat - eps
     eps_hat    the network's output, read as noise
-    u          its input, x_t / sqrt(alpha^2 + sigma^2)
+    u          its input, x_t / sigma
 
 First moments are kept per coefficient, second moments per channel and frequency band. eps and x0 are
 linear in these three, so every estimator (plain, paired, regressed) and both families are functions of
@@ -110,7 +110,7 @@ class Moments:
 
         Everything stays on the device of the sums, and nothing waits for it.
         """
-        scale = float(self.alpha[level] ** 2 + self.sigma[level] ** 2) ** -0.5
+        scale = 1.0 / float(self.sigma[level])
         vectors = torch.stack([eps_hat - eps, eps_hat, x_t * scale], 1)  # (B, 3, C, *spatial)
         z = self.bands.dct(vectors.float()).flatten(3)  # (B, 3, C, K)
         fold = (index % self.folds).to(self.first.device, non_blocking=True)

@@ -52,7 +52,7 @@ class Centred:
     def x0(self) -> Tensor:
         """The combination that is the data."""
         alpha, sigma = (v.reshape(1, -1, 1, 1) for v in (self.moments.alpha, self.moments.sigma))
-        return ((alpha**2 + sigma**2).sqrt() * self.unit(U) - sigma * self.eps()) / alpha
+        return (sigma / alpha) * (self.unit(U) - self.eps())
 
     def dot(self, left: Tensor, right: Tensor) -> Tensor:
         """Centred sum of products of two combinations, (L, C, bands)."""
