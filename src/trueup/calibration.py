@@ -109,7 +109,7 @@ class Calibration:
         """What to make of it, in one or two sentences."""
         e = self.evidence
         nats, error = e.bound_gain
-        if e.folds < 4:
+        if e.folds < 4 or (self.empty and e.images < 20):
             return f"{e.images} image{'s' * (e.images > 1)} cannot confirm a correction: use 20 or more."
         if self.empty:
             return "calibrated within noise: nothing to do."
@@ -169,4 +169,6 @@ def _range(value: float, low: float, high: float) -> str:
 
 
 def _percent(share: float) -> str:
-    return "-" if math.isnan(share) else f"{100 * share:.2g}%"
+    if math.isnan(share):
+        return "-"
+    return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.2g}%"
