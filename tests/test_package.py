@@ -47,7 +47,9 @@ def test_inspect_prints_the_summary(tmp_path, capsys, mixture):
     )
     cal.save(tmp_path / "x.trueup.safetensors")
     assert main(["inspect", str(tmp_path / "x.trueup.safetensors")]) == 0
-    assert capsys.readouterr().out == cal.summary() + "\n"
+    said = capsys.readouterr().out
+    assert said.startswith(cal.summary())
+    assert "noise prediction, continuous_vp noise, weights none" in said
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a calibration"])

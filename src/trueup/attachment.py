@@ -22,7 +22,7 @@ from trueup.artifact import load
 from trueup.bands import along_last_axes, dct_matrix
 from trueup.calibration import Calibration
 from trueup.correction import interpolation_weights
-from trueup.denoiser import Denoiser, fingerprint, prediction
+from trueup.denoiser import Denoiser, carries_correction, fingerprint, prediction
 from trueup.errors import AttachError, MismatchError
 from trueup.hf import is_pipeline, network_of
 from trueup.schedules import schedule
@@ -42,10 +42,12 @@ def attach(model: Any, calibration: Calibration | str | PathLike[str], *, force:
         with trueup.attach(pipe, cal):
             pipe(num_inference_steps=20)
     """
+    if not isinstance(calibration, (Calibration, str, PathLike)):
+        raise AttachError(f"attach takes a Calibration or its file, not {type(calibration).__name__}")
     if not isinstance(calibration, Calibration):
         calibration = load(calibration)
     target, denoiser = _target(model)
-    if _hook_of(target) is not None or (denoiser is not None and isinstance(denoiser._call, _Wrapped)):
+    if carries_correction(target) or (denoiser is not None and carries_correction(denoiser._call)):
         raise AttachError("a calibration is already attached to this model: remove it first (trueup.detach)")
     if not force:
         _check_model(model, target, denoiser, calibration)
@@ -109,6 +111,8 @@ class CorrectOutput:
     rows, one small matrix product, and the conversion between eps and the network's own output is folded
     into the weights (equation 28).
     """
+
+    corrects_output = True
 
     def __init__(self, calibration: Calibration):
         self.shape = calibration.shape
@@ -231,6 +235,8 @@ class CorrectOutput:
 class _Wrapped:
     """A callable network with its correction, for denoisers that are not modules."""
 
+    corrects_output = True
+
     def __init__(self, inner: Callable[..., Any], hook: CorrectOutput):
         self.inner, self.hook = inner, hook
 
@@ -250,17 +256,6 @@ def _target(model: Any) -> tuple[Any, Denoiser | None]:
     raise AttachError(
         f"cannot attach to {type(model).__name__}: pass the pipeline, the nn.Module, or a trueup.Denoiser"
     )
-
-
-def _hook_of(target: Any) -> CorrectOutput | None:
-    if not isinstance(target, nn.Module):
-        return None
-    modules = [target, getattr(target, "_orig_mod", None)]  # compiled, and what was compiled
-    for module in modules:
-        for hook in getattr(module, "_forward_hooks", {}).values():
-            if isinstance(hook, CorrectOutput):
-                return hook
-    return None
 
 
 def _check_model(model: Any, target: Any, denoiser: Denoiser | None, calibration: Calibration) -> None:

@@ -16,7 +16,7 @@ from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess, from_settings
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Evidence:
     """What was measured, with standard errors. Losses and gains are in eps space, summed over a sample.
 
@@ -56,7 +56,7 @@ class Evidence:
         return nats / (self.dimensions * math.log(2))
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Calibration:
     """What `calibrate` returns: put it on a model with `trueup.attach`, keep it with `save`."""
 
@@ -71,6 +71,14 @@ class Calibration:
     data_images: int
     data_fingerprint: str
     provenance: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<{self._headline()}: {self.verdict()}>"
+
+    def _headline(self) -> str:
+        model = self.provenance.get("model", "a network")
+        images, levels = _count(self.evidence.images, "image"), _count(len(self.t), "noise level")
+        return f"{self.family} calibration ({self.estimator}) of {model}, {images}, {levels}"
 
     @property
     def process(self) -> NoiseProcess:
@@ -113,11 +121,15 @@ class Calibration:
             return f"{e.images} image{'s' * (e.images > 1)} cannot confirm a correction: use 20 or more."
         if self.empty:
             return "calibrated within noise: nothing to do."
-        low = nats - e.quantile * error
+        removed = 100 * self.explained()
+        if math.isnan(nats):
+            return f"miscalibrated: correcting it removes {removed:.2g}% of the loss at the level measured."
         gain = f"{e.bits_per_dim(nats):.2g} ± {e.bits_per_dim(e.quantile * error):.1g} bits/dim"
-        share = f"at least {100 * self.explained():.2g}% of the score matching loss"
-        if low <= 0:
+        if nats <= e.quantile * error:
             return f"no sure gain: the likelihood bound moves by {gain}, within noise."
+        if removed < 0.01:
+            return f"off by a measurable but negligible amount: correcting it gains {gain}."
+        share = f"at least {removed:.2g}% of the score matching loss"
         return f"miscalibrated: correcting it removes {share} and raises the likelihood bound by {gain}."
 
     def summary(self) -> str:
@@ -126,8 +138,7 @@ class Calibration:
         heads = ("t", "lam", "loss", "|mean residual|^2", "held-out gain", "of loss")
         widths = (9, 7, 10, 24, 18, 8)
         lines = [
-            f"{self.family} calibration ({self.estimator}) of {self.provenance.get('model', 'a network')}, "
-            f"{e.images} images, {len(self.t)} noise levels",
+            self._headline(),
             "",
             " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)),
         ]
@@ -142,7 +153,8 @@ class Calibration:
         bits = _pm(e.bits_per_dim(nats), e.bits_per_dim(z * error))
         lines += [
             "",
-            f"gain of the likelihood bound: {_pm(nats, z * error)} nats, {bits} bits/dim (± is 95%)",
+            "loss: E|eps_hat - eps|^2 summed over a sample; intervals and ± are 95%",
+            f"gain of the likelihood bound: {_pm(nats, z * error)} nats, {bits} bits/dim",
             f"verdict: {self.verdict()}",
         ]
         return "\n".join(lines)
@@ -152,6 +164,10 @@ class Calibration:
         from trueup.artifact import save
 
         save(self, path)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _pm(value: float, error: float) -> str:

@@ -32,7 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from trueup.errors import TrueupError
 
     try:
-        print(load(options.file).summary())
+        cal = load(options.file)
+        print(cal.summary())
+        weights = next(iter((cal.provenance.get("weights") or {}).values()), "none")
+        print(
+            f"made for: samples of shape {cal.shape}, {cal.parametrization.name} prediction, "
+            f"{cal.process.kind} noise, weights {weights[:8]}; seed {cal.provenance.get('seed')}, "
+            f"data {cal.data_fingerprint}"
+        )
     except TrueupError as error:
         print(f"trueup: {error}", file=sys.stderr)
         return 2

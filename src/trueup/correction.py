@@ -10,7 +10,7 @@ from torch import Tensor
 from trueup.bands import Bands
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Correction:
     """eps_corrected = eps_hat - b - idct(a dct(eps_hat) + d dct(u)), with b kept as its DCT."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,13 @@ def prediction(raw: Any) -> Tensor:
     raise ModelError(
         f"the network returned {type(raw).__name__}; expected a tensor, a tuple, or an object with .sample"
     )
+
+
+def carries_correction(network: Any) -> bool:
+    """Whether a calibration is attached to a network (see `trueup.attach`)."""
+    modules = (network, getattr(network, "_orig_mod", None))  # compiled, and what was compiled
+    hooks = [hook for module in modules for hook in getattr(module, "_forward_hooks", {}).values()]
+    return any(getattr(hook, "corrects_output", False) for hook in (*hooks, network))
 
 
 class Denoiser:
@@ -70,7 +77,7 @@ class Denoiser:
             if isinstance(parametrization, Parametrization)
             else Parametrization(parametrization)
         )
-        self.shape = tuple(int(n) for n in shape)
+        self.shape = tuple(int(n) for n in shape) if isinstance(shape, Iterable) else (int(shape),)
         if len(self.shape) < 2 or min(self.shape) < 1:
             raise ModelError(f"shape is one sample's, (channels, *spatial), got {self.shape}")
         self.data_range = data_range
@@ -126,9 +133,12 @@ class Denoiser:
 
     def to(self, device: torch.device | str) -> Denoiser:
         """Move the network; returns self."""
-        self.device = torch.device(device)
-        if isinstance(self.network, nn.Module):
-            self.network.to(self.device)
+        try:
+            self.device = torch.device(device)
+            if isinstance(self.network, nn.Module):
+                self.network.to(self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise ModelError(f"device {device!s} cannot be used: {' '.join(str(error).split())}") from None
         return self
 
 

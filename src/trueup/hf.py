@@ -94,9 +94,7 @@ def as_denoiser(
     labels = ("num_class_embeds", "num_embeds_ada_norm", "class_embed_type")
     conditional = any(settings.get(name) for name in labels)
     shape = _sample_shape(settings)
-    if device is not None:
-        network.to(device)
-    return Denoiser(
+    denoiser = Denoiser(
         network,
         process,
         parametrization,
@@ -106,6 +104,7 @@ def as_denoiser(
         call=_with_labels(network) if conditional else None,
         description=str(settings["_class_name"]),
     )
+    return denoiser.to(device) if device is not None else denoiser
 
 
 def _with_labels(network: nn.Module) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trueup.data import Batch, Samples, Transform, digest
-from trueup.denoiser import Denoiser
+from trueup.denoiser import Denoiser, carries_correction
 from trueup.errors import DataError, ModelError
 from trueup.estimate.moments import Moments
 from trueup.hf import as_denoiser
@@ -64,8 +64,14 @@ def measure(
     denoiser = as_denoiser(
         model, scheduler=scheduler, process=process, parametrization=parametrization, device=device
     )
-    if images is not None and images < 1:
-        raise DataError("needs at least one image")
+    if carries_correction(denoiser.network) or carries_correction(denoiser._call):
+        raise ModelError(
+            "a calibration is attached to this model: remove it first, or its effect is measured"
+        )
+    for name, value in (("images", images), ("mean_images", mean_images), ("batch_size", batch_size)):
+        whole = isinstance(value, int) and value >= (0 if name == "mean_images" else 1)
+        if not whole and not (name == "images" and value is None):
+            raise DataError(f"{name} is a whole number of at least 1, not {value!r}")
     samples = Samples(data, denoiser.shape, denoiser.data_range, Transform(resize, crop, flip, data_range))
     moments = _empty(denoiser, levels, seed, antithetic, edges, samples.transform)
     if denoiser.device.type != "mps":  # which has no float64
@@ -96,6 +102,8 @@ def _empty(
     if levels is None:
         t = default_levels(process)
     else:
+        if isinstance(levels, (int, float)):
+            raise ModelError(f"levels are times, for instance [0, 500, 999], not the number {levels}")
         asked = torch.as_tensor(levels, dtype=torch.float64).flatten()
         if not torch.isfinite(asked).all() or (asked < process.t_min).any() or (asked > process.t_max).any():
             raise ModelError(f"levels are times between {process.t_min:g} and {process.t_max:g}")

@@ -34,7 +34,7 @@ def default_folds(dimensions: int) -> int:
     return 16 if dimensions <= 2**16 else 8 if dimensions <= 2**17 else 4
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Moments:
     """Sums over samples, by fold and noise level. See the module's text."""
 
@@ -139,7 +139,7 @@ class Moments:
         self.data_digest = (self.data_digest + digest) & ((1 << 64) - 1)
 
     def __add__(self, other: Moments) -> Moments:
-        """The moments of both sets of samples: other images, or the same images on other ranks."""
+        """The moments of both sets of samples, which must not overlap: later images, or another rank's."""
         same = (
             self.shape == other.shape
             and self.bands.edges == other.bands.edges
@@ -171,7 +171,17 @@ class Moments:
     def _select(self, keep: Tensor) -> Moments:
         rows = self.rows[keep]
         images = round(float(rows.sum()) / self.draws)
-        return replace(self, rows=rows, first=self.first[keep], second=self.second[keep], images=images)
+        r, o, u = self.first[~keep, 0].sum(0)  # x0 = (sigma/alpha) (u - eps), and eps = eps_hat - residual
+        dropped = float(self.sigma[0] / self.alpha[0]) * (u - o + r) / self.draws
+        return replace(
+            self,
+            rows=rows,
+            first=self.first[keep],
+            second=self.second[keep],
+            images=images,
+            data_rows=self.data_rows - (self.images - images),
+            data_first=self.data_first - dropped,
+        )
 
 
 def _zeros(*dims: int) -> Tensor:

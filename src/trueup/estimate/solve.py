@@ -26,6 +26,7 @@ ESTIMATORS = ("plain", "paired", "regressed", "shrunk")
 PAIRED_FOLDS = (
     1.5  # fold f scores what g fitted and g what f fitted: between 1 (all signal) and 2 (all noise)
 )
+FEWEST_FOLDS = 4  # fewer cannot say how far they scatter
 INFLATION_WIDTH = 1.0  # lam over which the excess of fold scatter over model variance is averaged
 
 
@@ -105,10 +106,10 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
     residual = centred.fold_sums(shift.combination) + moments.rows.reshape(-1, 1, 1, 1) * shift.offset
     held = cross_validate(moments, residual, lambda part: once(Centred(part))) if moments.folds > 1 else None
     scale = torch.ones(moments.levels, moments.bands.count, dtype=torch.float64)
-    if held is None:
-        scale = 0 * scale if estimator == "shrunk" else scale
+    if estimator == "shrunk" and (held is None or moments.folds < FEWEST_FOLDS):
+        scale = 0 * scale
         correction = correction.scaled(scale)
-    elif estimator == "shrunk":
+    elif estimator == "shrunk" and held is not None:
         scale = confirmed_scale(held, moments.rows, moments.images, moments.lam)
         realised = realised_scale(held, correction, moments, scale)
         correction, scale = correction.scaled(scale), realised
@@ -122,6 +123,10 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
         by_fold = held.gain(scale).sum(2)  # (F, L)
         gain, gain_se = mean_and_error(by_fold, moments.rows)
         bound, bound_se = mean_and_error(by_fold @ weights, moments.rows)  # equation 26
+        if moments.folds < FEWEST_FOLDS:
+            gain_se, bound_se = nothing, nothing[0]
+        if moments.levels == 1:  # one level says nothing about an integral over all of them
+            bound, bound_se = nothing[0], nothing[0]
         gain_se, bound_se = PAIRED_FOLDS**0.5 * gain_se, PAIRED_FOLDS**0.5 * bound_se
     gram = torch.einsum("flck,glck->lfg", residual, residual)
     eta2 = squared_norm(gram, moments.rows)
@@ -139,7 +144,7 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
         eta2_high=eta2.high,
         gain=gain,
         gain_se=gain_se,
-        shift_se=(shift.variance * moments.bands.sizes).sum((1, 2)).sqrt(),
+        shift_se=(moments.draws * shift.variance * moments.bands.sizes).sum((1, 2)).sqrt(),
         scale=scale,
         bound_gain=(float(bound), float(bound_se)),
         shift_bound_gain=(float(eta_bound.value), float(eta_bound.low), float(eta_bound.high)),

@@ -72,7 +72,7 @@ def squared_norm(gram: Tensor, rows: Tensor) -> SquaredNorm:
     """
     folds = len(rows)
     off = ~torch.eye(folds, dtype=torch.bool)
-    if folds < 2:
+    if folds < 4:
         nothing = gram.new_full(gram.shape[:-2], math.nan)
         return SquaredNorm(nothing, nothing, nothing, nothing)
     pairs = rows[:, None] * rows[None, :]
@@ -80,9 +80,6 @@ def squared_norm(gram: Tensor, rows: Tensor) -> SquaredNorm:
     h = gram / pairs * off
     row = h.sum(-1)
     z = student_quantile(0.975, folds - 1)
-    if folds < 4:
-        error = (4 * (row / (folds - 1)).var(-1) / folds).sqrt()
-        return SquaredNorm(value, error, value - z * error, value + z * error)
     centred = h - (row[..., :, None] + row[..., None, :]) / (folds - 2)
     centred = (centred + row.sum(-1)[..., None, None] / ((folds - 1) * (folds - 2))) * off
     noise = centred.square().sum((-2, -1)) / (folds * (folds - 3))  # tr(Sigma^2) of a fold mean
