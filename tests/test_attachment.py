@@ -375,3 +375,89 @@ def test_one_matrix_for_all_axes_gives_the_same_correction(shape, monkeypatch):
     hook = CorrectOutput(cal)
     assert torch.allclose(hook.correct(output, x_t, t), apart, atol=1e-5)  # float32 sums in another order
     assert len(hook._tables(torch.device("cpu"), torch.float32)[3]) == 1
+
+
+class Wrapper(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x, t, sigma=None):
+        return self.conv(x)
+
+
+def wrapped_denoiser(call=None):
+    torch.manual_seed(0)
+    net = Wrapper()
+    return net, trueup.Denoiser(net, DiscreteVP.linear(), "noise", (3, 8, 8), call=call and call(net))
+
+
+@torch.inference_mode()
+def test_wrappers_are_seen_through(cal):
+    net, denoiser = wrapped_denoiser()
+    fitted = trueup.calibrate(denoiser, images(), estimator="paired", levels=[10, 500])
+    parallel = nn.DataParallel(net)
+    with trueup.attach(net, fitted):
+        for wrapper in (parallel, torch.compile(net, backend="eager")):
+            with pytest.raises(AttachError, match="already attached"):
+                trueup.attach(wrapper, fitted)
+    trueup.attach(parallel, fitted)
+    assert trueup.detach(net)
+
+
+@torch.inference_mode()
+def test_a_call_that_changes_what_the_network_sees_is_corrected_around_the_call():
+    """Measured through 2 net(x/2) - x, the correction belongs to that, not to the bare network."""
+    net, denoiser = wrapped_denoiser(lambda net: lambda x_t, t: 2 * net(0.5 * x_t, t) - x_t)
+    cal = trueup.calibrate(denoiser, images(), estimator="paired", levels=[10, 500])
+    x_t, t = torch.randn(2, 3, 8, 8), torch.tensor([10, 500])
+    before = denoiser(x_t, t)
+    with trueup.attach(denoiser, cal):
+        assert torch.allclose(denoiser(x_t, t).double(), by_definition(cal, before, x_t, t), atol=1e-3)
+        assert not net._forward_hooks
+    with pytest.raises(MismatchError, match="attach to that Denoiser"):
+        trueup.attach(net, cal)
+    plain, through = wrapped_denoiser(lambda net: lambda x_t, t: net(x_t, t, sigma=3.0))
+    cal = trueup.calibrate(through, images(), estimator="paired", levels=[10, 500])
+    before = through(x_t, t)
+    with trueup.attach(plain, cal):  # its `call` only adds an argument
+        assert torch.allclose(through(x_t, t).double(), by_definition(cal, before, x_t, t), atol=1e-3)
+
+
+@torch.inference_mode()
+def test_autocast_does_not_blunt_the_correction(cal):
+    hook = CorrectOutput(cal)
+    output, x_t = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8, 8)
+    sharp = hook.correct(output, x_t, 300)
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(hook.correct(output, x_t, 300), sharp)
+
+
+def test_a_calibrated_model_is_not_calibrated_again(unet, cal):
+    with trueup.attach(unet, cal), pytest.raises(trueup.TrueupError, match="remove it first"):
+        trueup.calibrate(unet, images(), scheduler=DDPMScheduler())
+
+
+def test_an_old_handle_leaves_a_new_calibration_alone(unet, cal):
+    old = trueup.attach(unet, cal)
+    assert trueup.detach(unet)
+    new = trueup.attach(unet, cal)
+    old.remove()
+    assert not old.active
+    assert new.active
+    new.remove()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("t", [300, torch.tensor(300)])
+def test_a_compiled_model_takes_scalar_times(t):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = Wrapper()
+    own = trueup.Denoiser(net, DiscreteVP.linear(), "noise", (3, 8, 8))
+    fitted = trueup.calibrate(own, images(), estimator="paired", levels=[10, 500])
+    x_t = torch.randn(2, 3, 8, 8)
+    with trueup.attach(net, fitted):
+        eager = net(x_t, t)
+        fast = torch.compile(net, backend="eager", fullgraph=True)
+        assert torch.allclose(fast(x_t, t), eager, atol=1e-6)

@@ -344,3 +344,40 @@ def test_squared_norm_is_unbiased_and_its_interval_covers(size):
     covered = ((norm.low <= size) & (size <= norm.high)).double().mean()
     # 0.95 aimed at and reached at both ends; 16 folds cost a little where noise and signal are alike
     assert 0.91 < float(covered) < 0.98
+
+
+def test_held_out_gains_of_unshrunk_estimates_are_unbiased(mixture):
+    """On an ideal denoiser every correction harms by its own size, and the held-out gain must say so."""
+    exact, stated, true = mixture.denoiser(PROCESS), 0.0, 0.0
+    for seed in range(12):
+        moments = trueup.measure(exact, mixture.sample(48, seed), seed=seed, levels=[0.1, 0.4])
+        cal = trueup.fit(moments, family="shift", estimator="regressed")
+        stated = stated + cal.evidence.gain / 12
+        true = true - cal.correction.b.square().sum((1, 2)) / 12
+    # held-out fits have 15/16 of the images, so err 7% more; the average of 12 is known to about 15%
+    assert torch.allclose(stated, true, rtol=0.35)
+
+
+def test_two_or_three_images_never_yield_a_correction(mixture):
+    denoiser, _ = biased(mixture, size=0.5)
+    for images in (2, 3):
+        for seed in range(6):
+            assert trueup.calibrate(
+                denoiser, mixture.sample(images, seed), levels=[0.3, 0.6], seed=seed
+            ).empty
+
+
+def test_a_constant_residual_is_fitted_without_complaint(mixture):
+    exact = trueup.Denoiser(
+        lambda x_t, t: (
+            (x_t - PROCESS.alpha(t.double()).reshape(-1, 1, 1, 1).float())
+            / PROCESS.sigma(t.double()).reshape(-1, 1, 1, 1).float()
+            + 0.3
+        ),
+        PROCESS,
+        "noise",
+        mixture.shape,
+        data_range=None,
+    )
+    cal = trueup.calibrate(exact, torch.ones(32, *mixture.shape), levels=[0.2, 0.5])
+    assert cal.correction.shift_map().mean() == pytest.approx(0.3, abs=0.01)

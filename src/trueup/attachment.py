@@ -53,49 +53,56 @@ def attach(model: Any, calibration: Calibration | str | PathLike[str], *, force:
         _check_model(model, target, denoiser, calibration)
     with torch.inference_mode(False):
         hook = CorrectOutput(calibration)
-    if isinstance(target, nn.Module):
+    own_call = bool(calibration.provenance.get("own_call"))
+    if isinstance(target, nn.Module) and not (own_call and denoiser is not None):
         weight = next(target.parameters(), None)
         if weight is not None and not hook.empty:
             hook._tables(weight.device, torch.float32)  # before anyone compiles the network
         target.register_forward_hook(hook, with_kwargs=True)
-        return Attachment(target, None)
+        return Attachment(target, hook)
     assert denoiser is not None
     denoiser._call = _Wrapped(denoiser._call, hook)
-    return Attachment(None, denoiser)
+    return Attachment(denoiser, hook)
 
 
 def detach(model: Any) -> bool:
     """Take off whatever calibration a model carries, a deep copy's too; True if there was one."""
     target, denoiser = _target(model)
-    if isinstance(target, nn.Module):
-        found = [key for key, hook in target._forward_hooks.items() if isinstance(hook, CorrectOutput)]
-        for key in found:
-            del target._forward_hooks[key]
-            target._forward_hooks_with_kwargs.pop(key, None)
-        return bool(found)
-    assert denoiser is not None
-    if not isinstance(denoiser._call, _Wrapped):
-        return False
-    denoiser._call = denoiser._call.inner
-    return True
+    return _take_off(target, None) | (denoiser is not None and _take_off(denoiser, None))
+
+
+def _take_off(model: Any, only: CorrectOutput | None) -> bool:
+    """Remove one correction, or any, from a module or a denoiser; True if it was there."""
+    if isinstance(model, Denoiser):
+        call = model._call
+        if not isinstance(call, _Wrapped) or only not in (None, call.hook):
+            return False
+        model._call = call.inner
+        return True
+    hooks = getattr(model, "_forward_hooks", {})
+    found = [k for k, hook in hooks.items() if isinstance(hook, CorrectOutput) and only in (None, hook)]
+    for key in found:
+        del hooks[key]
+        model._forward_hooks_with_kwargs.pop(key, None)
+    return bool(found)
 
 
 class Attachment:
     """A calibration on a model. `remove()` it, or use it as a context manager."""
 
-    def __init__(self, module: nn.Module | None, denoiser: Denoiser | None):
-        self._model: Any = module if module is not None else denoiser
+    def __init__(self, model: nn.Module | Denoiser, hook: CorrectOutput):
+        self._model, self._hook = model, hook
 
     @property
     def active(self) -> bool:
         """Whether it is still on."""
-        return self._model is not None
+        if isinstance(self._model, Denoiser):
+            return getattr(self._model._call, "hook", None) is self._hook
+        return any(hook is self._hook for hook in self._model._forward_hooks.values())
 
     def remove(self) -> None:
         """Take it off; the model's outputs are again exactly what they were. Doing it twice is harmless."""
-        if self._model is not None:
-            detach(self._model)
-            self._model = None
+        _take_off(self._model, self._hook)
 
     def __enter__(self) -> Attachment:
         return self
@@ -174,7 +181,11 @@ class CorrectOutput:
         return _like(raw, torch.cat([self.correct(mean, x_t, t), rest], 1))
 
     def correct(self, output: Tensor, x_t: Tensor, t: Any) -> Tensor:
-        """The corrected output, in its own dtype."""
+        """The corrected output, in its own dtype; in single precision even under autocast."""
+        with torch.autocast(output.device.type, enabled=False):
+            return self._correct(output, x_t, t)
+
+    def _correct(self, output: Tensor, x_t: Tensor, t: Any) -> Tensor:
         dtype = output.dtype if output.dtype == torch.float64 else torch.float32
         rows = self._rows(t, output, dtype)
         wide = output.to(dtype)
@@ -182,7 +193,7 @@ class CorrectOutput:
             return (wide - rows.reshape(-1, *self.shape)).to(output.dtype)
         forward, backward = self._tables(output.device, dtype)[3:]
         flat = len(forward) < len(self.spatial)
-        both = torch.stack([wide, x_t.to(dtype)], 2)  # (B, C, 2, *spatial)
+        both = torch.stack([wide, x_t.to(wide)], 2)  # (B, C, 2, *spatial)
         z = along_last_axes(both.flatten(3) if flat else both, forward)
         constant, gains = rows.reshape(-1, self.shape[0], 2, 2, *z.shape[3:]).unbind(2)
         delta = torch.addcmul(constant, gains, z)  # (B, C, 2, *box), to be summed over the 2
@@ -195,7 +206,9 @@ class CorrectOutput:
     def _rows(self, t: Any, output: Tensor, dtype: torch.dtype) -> Tensor:
         """The table at each row's time, (B or 1, ...). Never waits for the device."""
         boundaries, weights, table = self._tables(output.device, dtype)[:3]
-        if not isinstance(t, Tensor) or (t.numel() == 1 and t.device.type == "cpu"):
+        if torch.compiler.is_compiling():  # which cannot follow a bisection
+            t = torch.as_tensor(t)
+        elif not isinstance(t, Tensor) or (t.numel() == 1 and t.device.type == "cpu"):
             node = bisect_left(self.boundary_list, float(t))
             return weights[node : node + 1] @ table
         times = t.to(output.device, dtype, non_blocking=True).reshape(-1)
@@ -246,11 +259,11 @@ class _Wrapped:
 
 def _target(model: Any) -> tuple[Any, Denoiser | None]:
     if isinstance(model, Denoiser):
-        return model.network, model
+        return _unwrapped(model.network), model
     if is_pipeline(model):
-        return network_of(model), None
+        return _unwrapped(network_of(model)), None
     if isinstance(model, nn.Module):
-        return model, None
+        return _unwrapped(model), None
     if isinstance(model, (str, Path)):
         raise AttachError("attach takes a loaded model or pipeline, not a path")
     raise AttachError(
@@ -258,7 +271,23 @@ def _target(model: Any) -> tuple[Any, Denoiser | None]:
     )
 
 
+def _unwrapped(network: Any) -> Any:
+    """The network inside torch.compile's, DataParallel's and DistributedDataParallel's wrappers."""
+    while True:
+        inner = getattr(network, "_orig_mod", None)
+        if inner is None and isinstance(network, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = network.module
+        if inner is None:
+            return network
+        network = inner
+
+
 def _check_model(model: Any, target: Any, denoiser: Denoiser | None, calibration: Calibration) -> None:
+    if calibration.provenance.get("own_call") and denoiser is None:
+        raise MismatchError(
+            "this network was calibrated through a Denoiser whose `call` changes what goes in or comes out: "
+            "attach to that Denoiser"
+        )
     weights = fingerprint(target)
     if not calibration.fits(weights):
         made_for = next(iter((calibration.provenance.get("weights") or {}).values()), "none")
@@ -287,11 +316,11 @@ def _check_model(model: Any, target: Any, denoiser: Denoiser | None, calibration
 
 
 def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, names: tuple[str, ...]) -> Any:
+    if len(args) > position:
+        return args[position]
     for name in names:
         if name in kwargs:
             return kwargs[name]
-    if len(args) > position:
-        return args[position]
     raise AttachError(f"the network was called without an argument named {' or '.join(names)}")
 
 
@@ -299,6 +328,8 @@ def _like(raw: Any, corrected: Tensor) -> Any:
     """`raw` with its prediction replaced."""
     if isinstance(raw, Tensor):
         return corrected
+    if isinstance(raw, tuple) and hasattr(raw, "_fields") and hasattr(raw, "_replace"):  # a namedtuple
+        return raw._replace(**{raw._fields[0]: corrected})
     if isinstance(raw, (tuple, list)):
         return type(raw)((corrected, *raw[1:]))
     if is_dataclass(raw) and not isinstance(raw, type) and "sample" in {f.name for f in fields(raw)}:

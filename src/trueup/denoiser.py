@@ -118,6 +118,29 @@ class Denoiser:
         """Hashes of the weights; empty for a network without any."""
         return fingerprint(self.network)
 
+    @torch.inference_mode()
+    def has_own_call(self, x_t: Tensor, t: Tensor, y: Any = None) -> bool:
+        """Whether `call` changes what goes into the network or comes out of it, found by trying."""
+        if not isinstance(self.network, nn.Module) or self._call is self.network:
+            return False
+        seen: list[tuple[Any, Tensor]] = []
+
+        def look(module: nn.Module, args: Any, kwargs: Any, raw: Any) -> None:
+            seen.append(((*args, *kwargs.values()), prediction(raw)))
+
+        handle = self.network.register_forward_hook(look, with_kwargs=True)
+        try:
+            output = self(x_t, t, y)
+        finally:
+            handle.remove()
+        if len(seen) != 1:
+            return True
+        inputs, raw = seen[0]
+        same = [
+            isinstance(v, Tensor) and v.shape == x_t.shape and torch.equal(v.to(x_t), x_t) for v in inputs
+        ]
+        return not (any(same) and torch.equal(raw[:, : self.shape[0]], output))
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """With the network in evaluation mode (no dropout), and back as it was afterwards."""

@@ -79,6 +79,8 @@ def measure(
     evaluations = moments.levels * moments.draws
     with denoiser.evaluating(), _Progress(samples, images, evaluations, progress) as bar:
         for batch in samples.batches(batch_size, 0, images):
+            if moments.images == 0:
+                moments.provenance["own_call"] = _own_call(denoiser, batch, float(moments.t[0]))
             add_batch(moments, denoiser, batch, seed)
             bar.update(len(batch.index))
     moments = moments.to("cpu")
@@ -149,13 +151,20 @@ def add_batch(moments: Moments, denoiser: Denoiser, batch: Batch, seed: int) -> 
             x_t = alpha * x0 + sigma * eps  # equation 1
             output = denoiser(x_t, _times(t, len(x0), denoiser.process, device), y).float()
             finite[level] &= torch.isfinite(output).all()
-            eps_hat = denoiser.parametrization.to_eps(output, x_t, alpha, sigma)
-            moments.add(level, index, eps_hat, eps, x_t)
+            with torch.autocast(device.type, enabled=False):
+                eps_hat = denoiser.parametrization.to_eps(output, x_t, alpha, sigma)
+                moments.add(level, index, eps_hat, eps, x_t)
     if not finite.all():  # asked once a batch, so that the device is not kept waiting
         t = float(moments.t[~finite.cpu()][0])
         raise ModelError(f"the network returned values that are not finite at t = {t:g}")
     moments.count_rows(batch.index)
     moments.add_data(batch.x0, digest(batch.x0))
+
+
+def _own_call(denoiser: Denoiser, batch: Batch, t: float) -> bool:
+    x0 = batch.x0[:1].to(denoiser.device, denoiser.dtype)
+    y = batch.y[:1].to(denoiser.device) if batch.y is not None else None
+    return denoiser.has_own_call(x0, _times(t, 1, denoiser.process, denoiser.device), y)
 
 
 def _times(t: float, count: int, process: NoiseProcess, device: torch.device) -> Tensor:

@@ -37,6 +37,7 @@ class Centred:
             centre = bands.sum(self.mean[:, i] * self.mean[:, j])
             by_fold[:, i, j] = by_fold[:, j, i] = moments.second[:, :, index] - cross + rows * centre
         self.by_fold = by_fold
+        self.residual_power = moments.second[:, :, 0].sum(0)  # (L, C, bands), not centred
         self.total = by_fold.sum(0)  # (3, 3, L, C, bands)
 
     def unit(self, vector: int) -> Tensor:
@@ -101,6 +102,7 @@ def slopes(centred: Centred) -> tuple[Slope, Slope, Tensor]:
     sizes = centred.moments.bands.sizes.to(torch.float64)
     freedom = (centred.n * sizes - sizes - 2).clamp_min(1.0)
     unexplained = torch.maximum(centred.dot(rest, rest), _PRECISION * centred.dot(residual, residual))
+    unexplained = unexplained.clamp_min(0.0) + _PRECISION**2 * centred.residual_power
     variance = unexplained / freedom
     pair = []
     for value, direction, power in ((on_innovation, innovation, i_power), (on_u, u, u_power)):
@@ -170,6 +172,7 @@ def _mean(centred: Centred, combination: Tensor, offset: Tensor, *, zero_extra: 
     freedom = torch.as_tensor(centred.n - 1.0 - fitted, dtype=torch.float64).clamp_min(1.0)
     residual = centred.unit(RESIDUAL)
     power = torch.maximum(centred.dot(combination, combination), _PRECISION * centred.dot(residual, residual))
+    power = power.clamp_min(0.0) + _PRECISION**2 * centred.residual_power  # not zero even for constants
     variance = power / (centred.n * sizes) / freedom
     return Mean(centred.mean_of(combination) + offset, variance, combination, offset)
 
