@@ -56,10 +56,17 @@ def calibrate(
     """Measure a network on images and fit the correction that images it has not seen confirm.
 
     model: a diffusers pipeline, a diffusers model or saved directory (with `scheduler` if it has none of
-    its own), or a `Denoiser` around any network. data: a folder of images, .npy/.npz, a tensor, a dataset
-    or an iterable; see `trueup.data.Transform` for resize, crop, flip and data_range. images: how many to
-    use, None for all. family: "shift" (the paper's) or "spectral". estimator: "shrunk", or the unshrunk
-    "plain" (the paper's), "paired", "regressed".
+    its own, or `process` and `parametrization` by hand), or a `Denoiser` around any network.
+
+    data: a folder of images, .npy/.npz, a tensor, a dataset or an iterable; with labels, for a conditional
+    network, as (image, label) pairs, rows with `image` and `label`, or an .npz with both. resize ("shorter",
+    "exact"), crop ("center"), flip and data_range say how an image becomes a sample; nothing is done unasked.
+
+    images: how many to use, None for all. family: "shift" (the paper's) or "spectral". estimator: "shrunk",
+    or the unshrunk "plain" (the paper's), "paired", "regressed". levels: times of the network's process; the
+    default covers all of it. mean_images: read so many more images for the data's mean alone. antithetic: run
+    every image with its noise and with the noise negated. edges: band edges, see `trueup.bands`. progress:
+    show a bar; by default when standard error is a terminal.
     """
     _check(family, estimator)
     moments = measure(
