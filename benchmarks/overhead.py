@@ -15,10 +15,10 @@ import time
 import torch
 
 import trueup
-from trueup.attachment import CorrectOutput
 from trueup.data import Samples
 from trueup.estimate.collect import add_batch
 from trueup.estimate.moments import Moments
+from trueup.hook import CorrectOutput
 
 from common import load_images, load_model, parser, table
 

@@ -10,8 +10,8 @@ from diffusers import DDIMPipeline, DDIMScheduler, DDPMScheduler, DPMSolverMulti
 from torch import nn
 
 import trueup
-from trueup.attachment import CorrectOutput
 from trueup.errors import AttachError, MismatchError
+from trueup.hook import CorrectOutput
 from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow
 
 
@@ -371,7 +371,7 @@ def test_one_matrix_for_all_axes_gives_the_same_correction(shape, monkeypatch):
     hook = CorrectOutput(cal)
     output, x_t, t = torch.randn(4, *shape), torch.randn(4, *shape), torch.tensor([0.2, 0.3, 0.5, 0.6])
     apart = hook.correct(output, x_t, t)
-    monkeypatch.setattr(trueup.attachment, "_wants_one_matrix", lambda device: True)
+    monkeypatch.setattr(trueup.hook, "_wants_one_matrix", lambda device: True)
     hook = CorrectOutput(cal)
     assert torch.allclose(hook.correct(output, x_t, t), apart, atol=1e-5)  # float32 sums in another order
     assert len(hook._tables(torch.device("cpu"), torch.float32)[3]) == 1

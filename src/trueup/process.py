@@ -7,6 +7,7 @@ ones included, and answers in float64.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ def as_times(t: Times) -> Tensor:
     return torch.tensor(float(t), dtype=torch.float64)
 
 
-class NoiseProcess:
+class NoiseProcess(ABC):
     """A noise process on times `t_min`..`t_max`; lam falls as t grows.
 
     >>> process = DiscreteVP.linear()
@@ -42,29 +43,29 @@ class NoiseProcess:
     t_max: float
     integer_times: bool = False  # whether the network was trained at whole timesteps only
 
+    @abstractmethod
     def log_alpha(self, t: Times) -> Tensor:
         """log alpha(t)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lam(self, t: Times) -> Tensor:
         """Half the log signal-to-noise ratio, log(alpha/sigma): the place of a noise level."""
-        raise NotImplementedError
 
+    @abstractmethod
     def dlam(self, t: Times) -> Tensor:
         """d lam / d t, negative."""
-        raise NotImplementedError
 
+    @abstractmethod
     def f(self, t: Times) -> Tensor:
         """Drift of the forward SDE, d log alpha / d t."""
-        raise NotImplementedError
 
+    @abstractmethod
     def t_of_lam(self, lam: Times) -> Tensor:
         """The time whose noise level is lam."""
-        raise NotImplementedError
 
+    @abstractmethod
     def settings(self) -> dict[str, Any]:
         """What `from_settings` needs to rebuild this process, as plain JSON values."""
-        raise NotImplementedError
 
     def alpha(self, t: Times) -> Tensor:
         """Scale of the data."""
