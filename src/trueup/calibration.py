@@ -36,7 +36,7 @@ class Evidence:
     gain: Tensor  # (L,)
     gain_se: Tensor
     shift_se: Tensor  # (L,) standard error of the unshrunk mean residual, as the norm of a map
-    scale: Tensor  # (L, bands) share of the correction held-out images confirmed
+    scale: Tensor  # (L, bands) share of what was held out that was confirmed and is in the final fit
     bound_gain: tuple[float, float]  # of this correction, with its standard error
     shift_bound_gain: tuple[float, float, float]  # of the ideal constant shift, with a 95% interval
 
