@@ -16,7 +16,7 @@ import torch
 
 import trueup
 from trueup.data import Samples
-from trueup.estimate.collect import add_batch
+from trueup.estimate.collect import add_batch, check_finite
 from trueup.estimate.moments import Moments
 from trueup.hook import CorrectOutput
 
@@ -61,17 +61,19 @@ def calibration_ratio(denoiser, images, batch: int, rounds: int) -> float:
         denoiser.process.alpha(levels),
         denoiser.process.sigma(levels),
         denoiser.shape,
-    )
+    ).to(denoiser.device)
     samples = Samples(images, denoiser.shape, denoiser.data_range)
     x_t = torch.randn(batch, *denoiser.shape, device=denoiser.device)
     bare, calibrating = [], []
     for _ in range(rounds):
         start = clock(denoiser.device)
-        for t in levels:
+        for t in levels.repeat(3):
             denoiser.network(x_t, torch.full((batch,), int(t), device=denoiser.device))
         bare.append(clock(denoiser.device) - start)
         start = clock(denoiser.device)
-        add_batch(moments, denoiser, next(samples.batches(batch)), seed=0)
+        for loaded in samples.batches(batch, 0, 3 * batch):
+            check_finite(moments)
+            add_batch(moments, denoiser, loaded, seed=0)
         calibrating.append(clock(denoiser.device) - start)
     return min(bare) / min(calibrating)
 
@@ -118,7 +120,7 @@ def main() -> None:
             rows.append(
                 [f"{name} attached / bare forward ({where}{times}, {1e3 * bare:.1f} ms)", f"{ratio:.4f}"]
             )
-    for batch in (16, 256) if options.device != "cpu" else (16,):
+    for batch in (16, 64, 256) if options.device != "cpu" else (16,):
         ratio = calibration_ratio(denoiser, images, batch, max(3, options.rounds // 3))
         rows.append(
             [f"calibration rate / bare forward loop ({options.device}, batch {batch})", f"{ratio:.3f}"]

@@ -361,22 +361,6 @@ def test_gradients_flow_through_a_model_first_used_for_inference(cal):
     handle.remove()
 
 
-@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 5, 9), (1, 3, 4, 6)])
-def test_one_matrix_for_all_axes_gives_the_same_correction(shape, monkeypatch):
-    """What an accelerator runs, run here: launches are saved there, nothing else may change."""
-    denoiser = trueup.Denoiser(
-        lambda x_t, t: 0.9 * x_t + 0.1, ContinuousVP(), "velocity", shape, data_range=None
-    )
-    cal = trueup.calibrate(denoiser, torch.randn(12, *shape), estimator="paired", levels=[0.2, 0.6])
-    hook = CorrectOutput(cal)
-    output, x_t, t = torch.randn(4, *shape), torch.randn(4, *shape), torch.tensor([0.2, 0.3, 0.5, 0.6])
-    apart = hook.correct(output, x_t, t)
-    monkeypatch.setattr(trueup.hook, "_wants_one_matrix", lambda device: True)
-    hook = CorrectOutput(cal)
-    assert torch.allclose(hook.correct(output, x_t, t), apart, atol=1e-5)  # float32 sums in another order
-    assert len(hook._tables(torch.device("cpu"), torch.float32)[3]) == 1
-
-
 class Wrapper(nn.Module):
     def __init__(self):
         super().__init__()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
-from functools import reduce
-from typing import Any
+from dataclasses import replace
+from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +22,17 @@ from trueup.errors import AttachError, MismatchError
 
 _INPUT_NAMES = ("sample", "hidden_states", "x_t", "x")
 _TIME_NAMES = ("timestep", "timesteps", "t", "sigma", "noise_labels", "time")
-_FLAT = 2**24  # entries of the largest DCT matrix over all axes at once
 _NODES = 8192  # times at which the interpolation is tabulated; a row uses the nearest
+
+
+class _Tables(NamedTuple):
+    boundaries: Tensor  # between neighbouring times of the table
+    whole_boundaries: Tensor  # the same for whole times
+    weights: Tensor
+    table: Tensor
+    forward: list[Tensor]  # the DCT's matrices
+    backward: list[Tensor]
+    fused: ModuleType | None  # trueup.fused, where it works
 
 
 class CorrectOutput:
@@ -73,7 +84,7 @@ class CorrectOutput:
             self.table = torch.cat([_by_channel(rows, self.shape[0]) for _, rows in blocks])
             self.box = box
             self.matrices = [dct_matrix(n)[:k] for n, k in zip(self.spatial, box, strict=True)]
-        self._ready: dict[tuple[torch.device, torch.dtype], tuple[Any, ...]] = {}
+        self._ready: dict[tuple[torch.device, torch.dtype], _Tables] = {}
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], raw: Any) -> Any:
         """Correct what a forward call returned."""
@@ -95,61 +106,55 @@ class CorrectOutput:
 
     def correct(self, output: Tensor, x_t: Tensor, t: Any) -> Tensor:
         """The corrected output, in its own dtype; in single precision even under autocast."""
-        with torch.autocast(output.device.type, enabled=False):
+        kind = output.device.type
+        if not torch.compiler.is_compiling() and not torch.is_autocast_enabled(kind):  # entering is not free
+            return self._correct(output, x_t, t)
+        with torch.autocast(kind, enabled=False):
             return self._correct(output, x_t, t)
 
     def _correct(self, output: Tensor, x_t: Tensor, t: Any) -> Tensor:
-        dtype = output.dtype if output.dtype == torch.float64 else torch.float32
-        rows = self._rows(t, output, dtype)
+        dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
+        tables = self._tables(output.device, dtype)
+        rows = self._rows(t, len(output), tables)
+        if tables.fused and not torch.compiler.is_compiling() and tables.fused.fits(output, x_t):
+            return tables.fused.correct(output, x_t, rows, tables.forward)
         wide = output.to(dtype)
         if self.constant:
-            return (wide - rows.reshape(-1, *self.shape)).to(output.dtype)
-        forward, backward = self._tables(output.device, dtype)[3:]
-        flat = len(forward) < len(self.spatial)
+            return (wide - rows.view(-1, *self.shape)).to(output.dtype)
         both = torch.stack([wide, x_t.to(wide)], 2)  # (B, C, 2, *spatial)
-        z = along_last_axes(both.flatten(3) if flat else both, forward)
-        constant, gains = rows.reshape(-1, self.shape[0], 2, 2, *z.shape[3:]).unbind(2)
-        delta = torch.addcmul(constant, gains, z)  # (B, C, 2, *box), to be summed over the 2
-        if flat:  # one product transforms back, sums and subtracts
-            pixels = wide.reshape(-1, math.prod(self.spatial))
-            corrected = torch.addmm(pixels, delta.reshape(len(pixels), -1), backward[0].T, alpha=-1)
-            return corrected.reshape(output.shape).to(output.dtype)
-        return (wide - along_last_axes(delta.sum(2), backward)).to(output.dtype)
+        z = along_last_axes(both, tables.forward)
+        constant, gains = rows.view(-1, self.shape[0], 2, 2, *z.shape[3:]).unbind(2)
+        delta = torch.addcmul(constant, gains, z).sum(2)
+        return (wide - along_last_axes(delta, tables.backward)).to(output.dtype)
 
-    def _rows(self, t: Any, output: Tensor, dtype: torch.dtype) -> Tensor:
+    def _rows(self, t: Any, batch: int, tables: _Tables) -> Tensor:
         """The table at each row's time, (B or 1, ...). Never waits for the device."""
-        boundaries, weights, table = self._tables(output.device, dtype)[:3]
         if torch.compiler.is_compiling():  # which cannot follow a bisection
             t = torch.as_tensor(t)
         elif not isinstance(t, Tensor) or (t.numel() == 1 and t.device.type == "cpu"):
             node = bisect_left(self.boundary_list, float(t))
-            return weights[node : node + 1] @ table
-        times = t.to(output.device, dtype, non_blocking=True).reshape(-1)
-        if times.numel() not in (1, output.shape[0]):
-            raise AttachError(f"got {times.numel()} times for a batch of {output.shape[0]}")
-        return weights[torch.bucketize(times, boundaries)] @ table
+            return tables.weights[node : node + 1] @ tables.table
+        boundaries = tables.whole_boundaries if t.dtype == torch.int64 else tables.boundaries
+        times = t.to(boundaries, non_blocking=True).reshape(-1)
+        if times.numel() not in (1, batch):
+            raise AttachError(f"got {times.numel()} times for a batch of {batch}")
+        return tables.weights.index_select(0, torch.bucketize(times, boundaries)) @ tables.table
 
-    def _tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-        """Boundaries, weights, table and the DCT's matrices, copied to a device once.
-
-        On an accelerator a small network's time is launches, not arithmetic, so there the DCT over all axes
-        is one matrix as long as that stays small.
-        """
+    def _tables(self, device: torch.device, dtype: torch.dtype) -> _Tables:
+        """Everything the correction needs, copied to a device once."""
         key = (device, dtype)
         ready = self._ready.get(key)
         if ready is None:
             with torch.inference_mode(False):  # they may be part of a backward pass later
-                forward = [] if self.constant else self.matrices
-                backward = [m.T for m in forward]
-                small = math.prod(m.numel() for m in forward) <= _FLAT
-                if len(forward) > 1 and small and _wants_one_matrix(device):
-                    forward = [reduce(torch.kron, forward)]
-                    backward = [torch.cat([forward[0].T, forward[0].T], 1)]  # undoes both halves, and adds
-                parts = (self.boundaries, self.weights, self.table)
-                ready = (
-                    *(part.to(device, dtype) for part in parts),
-                    [m.to(device, dtype) for m in forward],
-                    [m.to(device, dtype).contiguous() for m in backward],
+                matrices = [] if self.constant else [m.to(device, dtype) for m in self.matrices]
+                ready = _Tables(
+                    self.boundaries.to(device, dtype),
+                    self.boundaries.floor().to(device, torch.int64),  # for whole t the same comparison
+                    self.weights.to(device, dtype),
+                    self.table.to(device, dtype),
+                    [m.contiguous() for m in matrices],
+                    [m.T.contiguous() for m in matrices],
+                    _fused_kernel(device) if len(matrices) == 2 else None,
                 )
             self._ready[key] = ready
         return ready
@@ -175,7 +180,7 @@ def _like(raw: Any, corrected: Tensor) -> Any:
         return raw._replace(**{raw._fields[0]: corrected})
     if isinstance(raw, (tuple, list)):
         return type(raw)((corrected, *raw[1:]))
-    if is_dataclass(raw) and not isinstance(raw, type) and "sample" in {f.name for f in fields(raw)}:
+    if "sample" in getattr(raw, "__dataclass_fields__", ()):
         return replace(raw, sample=corrected)
     raw.sample = corrected
     return raw
@@ -196,8 +201,16 @@ def _nodes(calibration: Calibration) -> Tensor:
     return torch.unique(torch.cat([nodes, exact]))
 
 
-def _wants_one_matrix(device: torch.device) -> bool:
-    return device.type != "cpu"
+@lru_cache
+def _fused_kernel(device: torch.device) -> ModuleType | None:
+    """`trueup.fused` if this device can run it."""
+    if device.type != "cuda":
+        return None
+    try:
+        fused = import_module("trueup.fused")
+    except ImportError:  # no Triton
+        return None
+    return fused if fused.works(device) else None
 
 
 def _by_channel(parts: tuple[Tensor, ...], channels: int) -> Tensor:

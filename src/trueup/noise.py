@@ -7,7 +7,6 @@ A counter-based generator: entry j of the noise of one sample at one level is a 
 from __future__ import annotations
 
 import math
-import struct
 
 import torch
 from torch import Tensor
@@ -42,7 +41,12 @@ def _mix(x: Tensor) -> Tensor:
 
 def level_key(t: float) -> int:
     """A level's key is its time, so the same level in another grid draws the same noise."""
-    return int(struct.unpack("<q", struct.pack("<d", float(t) + 0.0))[0])  # -0.0 is the level 0.0
+    return int(level_keys(torch.tensor([float(t)], dtype=torch.float64))[0])
+
+
+def level_keys(t: Tensor) -> Tensor:
+    """The keys of several times."""
+    return (t.to(torch.float64) + 0.0).view(torch.int64)  # -0.0 is the level 0.0
 
 
 def normal(seed: int, samples: Tensor, level: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -53,14 +57,22 @@ def normal(seed: int, samples: Tensor, level: int, shape: tuple[int, ...], devic
     >>> torch.equal(a[1:], b)
     True
     """
+    return normals(seed, samples, torch.tensor([level]), shape, device)[0]
+
+
+def normals(
+    seed: int, samples: Tensor, levels: Tensor, shape: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """The noise of several levels, (len(levels), len(samples), *shape), in as few steps as that of one."""
     where = torch.device("cpu") if device.type == "mps" else device  # MPS has no 64-bit products
+    samples, levels = samples.to(where, torch.int64), levels.to(where, torch.int64)
     count = math.prod(shape)
     pairs = (count + 1) // 2
-    stream = _signed(mix(mix(seed + _GOLDEN) ^ (level & _MASK)))
-    rows = _mix(samples.to(where, torch.int64) * _signed(_GOLDEN) + stream)  # (B,)
+    streams = _mix(levels ^ _signed(mix(seed + _GOLDEN)))
+    rows = _mix(samples * _signed(_GOLDEN) + streams[:, None])  # (L, B)
     index = torch.arange(pairs, device=where, dtype=torch.int64) * _signed(_GOLDEN)
-    bits = _mix(_mix(rows[:, None] + index[None, :]))  # (B, pairs)
+    bits = _mix(_mix(rows[..., None] + index))  # (L, B, pairs)
     radius = (_shift_right(bits, 32) + 1).to(torch.float32).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
     angle = (bits & 0xFFFFFFFF).to(torch.float32).mul_(2 * math.pi * 2.0**-32)  # Box-Muller
-    both = torch.cat([radius * angle.cos(), radius * angle.sin()], dim=1)[:, :count]
-    return both.reshape(len(samples), *shape).to(device)
+    both = torch.cat([radius * angle.cos(), radius * angle.sin()], dim=2)[..., :count]
+    return both.reshape(len(levels), len(samples), *shape).to(device)

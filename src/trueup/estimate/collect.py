@@ -14,10 +14,11 @@ from trueup.denoiser import Denoiser, carries_correction
 from trueup.errors import DataError, ModelError
 from trueup.estimate.moments import Moments
 from trueup.hf import as_denoiser
-from trueup.noise import level_key, normal
+from trueup.noise import level_keys, normals
 from trueup.process import NoiseProcess
 
 LEVEL_SPACING = 0.4  # in lam; docs/results.md shows what interpolating over it costs
+_AT_ONCE = 2**21  # values of x_t at levels whose bookkeeping is done together; at least one level's
 
 
 def default_levels(process: NoiseProcess) -> Tensor:
@@ -79,10 +80,12 @@ def measure(
     evaluations = moments.levels * moments.draws
     with denoiser.evaluating(), _Progress(samples, images, evaluations, progress) as bar:
         for batch in samples.batches(batch_size, 0, images):
+            check_finite(moments)  # of the batch before: its last evaluations ran while this one was read
             if moments.images == 0:
                 moments.provenance["own_call"] = _own_call(denoiser, batch, float(moments.t[0]))
             add_batch(moments, denoiser, batch, seed)
             bar.update(len(batch.index))
+    check_finite(moments)
     moments = moments.to("cpu")
     if moments.images == 0:
         raise DataError(f"{samples.name} holds no samples")
@@ -140,36 +143,47 @@ def add_batch(moments: Moments, denoiser: Denoiser, batch: Batch, seed: int) -> 
     index = batch.index.to(device)
     if denoiser.conditional and y is None:
         raise DataError("the network is conditional: the data must come with labels")
-    finite = torch.ones(moments.levels, dtype=torch.bool, device=device)
-    for level, t in enumerate(moments.t.tolist()):
-        alpha, sigma = (
-            torch.full((), float(v[level]), device=device) for v in (moments.alpha, moments.sigma)
-        )
-        noise = normal(seed, index, level_key(t), denoiser.shape, device)
+    # Copies to a device wait for it, so there are none between here and the last evaluation.
+    alphas, sigmas = (
+        v.to(device, x0.dtype).reshape(-1, *[1] * x0.ndim) for v in (moments.alpha, moments.sigma)
+    )
+    keys = level_keys(moments.t).to("cpu" if device.type == "mps" else device)
+    times = _times(moments.t, len(x0), denoiser.process, device)
+    at_once = max(1, _AT_ONCE // x0.numel())
+    for start in range(0, moments.levels, at_once):
+        levels = slice(start, start + at_once)
+        alpha, sigma = alphas[levels], sigmas[levels]
+        noise = normals(seed, index, keys[levels], denoiser.shape, device)  # (l, B, C, *spatial)
         for sign in (1.0, -1.0)[: moments.draws]:
             eps = sign * noise if moments.draws > 1 else noise
             x_t = alpha * x0 + sigma * eps  # equation 1
-            output = denoiser(x_t, _times(t, len(x0), denoiser.process, device), y).float()
-            finite[level] &= torch.isfinite(output).all()
+            outputs = [denoiser(*at_level, y).float() for at_level in zip(x_t, times[levels], strict=True)]
             with torch.autocast(device.type, enabled=False):
-                eps_hat = denoiser.parametrization.to_eps(output, x_t, alpha, sigma)
-                moments.add(level, index, eps_hat, eps, x_t)
-    if not finite.all():  # asked once a batch, so that the device is not kept waiting
-        t = float(moments.t[~finite.cpu()][0])
-        raise ModelError(f"the network returned values that are not finite at t = {t:g}")
+                eps_hat = denoiser.parametrization.to_eps(torch.stack(outputs), x_t, alpha, sigma)
+                moments.add(levels, index, eps_hat, eps, x_t / sigma)
     moments.count_rows(batch.index)
     moments.add_data(batch.x0, digest(batch.x0))
+
+
+def check_finite(moments: Moments) -> None:
+    """Raise if the network returned nonsense. Waits for the device, so it is asked once a batch, late."""
+    finite = torch.isfinite(moments.second).all(-1).all(-1).all(-1).all(0).cpu()
+    if not finite.all():
+        t = float(moments.t[~finite][0])
+        raise ModelError(f"the network returned values that are not finite at t = {t:g}")
 
 
 def _own_call(denoiser: Denoiser, batch: Batch, t: float) -> bool:
     x0 = batch.x0[:1].to(denoiser.device, denoiser.dtype)
     y = batch.y[:1].to(denoiser.device) if batch.y is not None else None
-    return denoiser.has_own_call(x0, _times(t, 1, denoiser.process, denoiser.device), y)
+    times = _times(torch.tensor([t]), 1, denoiser.process, denoiser.device)[0]
+    return denoiser.has_own_call(x0, times, y)
 
 
-def _times(t: float, count: int, process: NoiseProcess, device: torch.device) -> Tensor:
+def _times(t: Tensor, count: int, process: NoiseProcess, device: torch.device) -> Tensor:
+    """Times as a network takes them, (levels, count)."""
     dtype = torch.int64 if process.integer_times else torch.float32
-    return torch.full((count,), t, device=device, dtype=dtype)
+    return t.to(device, dtype)[:, None].repeat(1, count)
 
 
 class _Progress:

@@ -15,7 +15,8 @@ from trueup.estimate.statistics import threshold
 
 SIGMAS = 1.5  # how sure held-out images must be, in normal standard deviations, before anything is kept
 SMALL_SAMPLE = 30.0  # the statistics of few images have heavy tails: SIGMAS + SMALL_SAMPLE / images
-ONCE = 1.7  # a band must be this much surer still at one level at least: there are many to be wrong about
+ONCE = 2.4  # a band must be this much surer still at one level at least: there are many to be wrong about
+LEVEL = 2.0  # standard errors by which all bands together must have gained at a level
 WIDTH = 0.8  # lam over which held-out evidence is pooled
 
 
@@ -84,7 +85,7 @@ def confirmed_scale(held: HeldOut, rows: Tensor, images: int, lam: Tensor) -> Te
     scale = scale * sure.any(0).to(scale.dtype)
     # A level whose bands together did not gain for sure on held-out samples keeps nothing.
     gain = held.gain(scale).sum(2, keepdim=True)  # (F, L, 1)
-    return scale * (gain.sum(0) > error(gain)).to(scale.dtype)
+    return scale * (gain.sum(0) > LEVEL * error(gain)).to(scale.dtype)
 
 
 def realised_scale(held: HeldOut, correction: Correction, moments: Moments, scale: Tensor) -> Tensor:

@@ -105,20 +105,20 @@ class Moments:
         """How many folds samples are dealt to."""
         return len(self.rows)
 
-    def add(self, level: int, index: Tensor, eps_hat: Tensor, eps: Tensor, x_t: Tensor) -> None:
-        """Add a batch at one level; `count_rows` is called once per batch, for all levels together.
+    def add(self, levels: slice, index: Tensor, eps_hat: Tensor, eps: Tensor, u: Tensor) -> None:
+        """Add a batch at some levels, (levels, B, C, *spatial) each; once at all of them, `count_rows`.
 
         Everything stays on the device of the sums, and nothing waits for it.
         """
-        scale = 1.0 / float(self.sigma[level])
-        vectors = torch.stack([eps_hat - eps, eps_hat, x_t * scale], 1)  # (B, 3, C, *spatial)
-        z = self.bands.dct(vectors.float()).flatten(3)  # (B, 3, C, K)
+        vectors = torch.stack([eps_hat - eps, eps_hat, u], 2)  # (l, B, 3, C, *spatial)
+        z = self.bands.dct(vectors.float()).flatten(4)  # (l, B, 3, C, K)
         fold = (index % self.folds).to(self.first.device, non_blocking=True)
         member = (torch.arange(self.folds, device=fold.device)[:, None] == fold).to(self.first)  # (F, B)
-        products = torch.cat([z[:, i : i + 1] * z[:, i:] for i in range(3)], 1)  # in the order of PAIRS
-        products = products @ self.bands.indicator(z)  # (B, 6, C, bands)
+        products = torch.cat([z[:, :, i : i + 1] * z[:, :, i:] for i in range(3)], 2)  # in the order of PAIRS
+        products = products @ self.bands.indicator(z)  # (l, B, 6, C, bands)
         for sums, terms in ((self.first, z), (self.second, products)):
-            sums[:, level] += (member @ terms.to(sums).flatten(1)).reshape(sums[:, level].shape)
+            added = member @ terms.to(sums).flatten(2)  # (l, F, ...)
+            sums[:, levels] += added.transpose(0, 1).reshape(sums[:, levels].shape)
 
     def to(self, device: torch.device | str) -> Moments:
         """The same sums on another device."""

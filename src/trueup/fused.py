@@ -1,0 +1,126 @@
+"""The spectral correction of images as one GPU kernel.
+
+A small network on a GPU spends its time on launches, and the correction written with PyTorch's operations
+is seven of them. Here it is one: each program corrects one channel of one image, in single precision.
+Imported only where Triton is installed and the model is on a CUDA device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LARGEST = 64  # pixels along an axis: what two images and two matrices of one program may take
+
+
+@triton.jit
+def _dct(image, left, right):  # type: ignore[no-untyped-def]
+    rows = tl.dot(left, image, input_precision="ieee")
+    return tl.dot(rows, tl.trans(right), input_precision="ieee")
+
+
+@triton.jit
+def _correct(  # type: ignore[no-untyped-def]
+    output_at,
+    x_at,
+    rows_at,
+    left_at,
+    right_at,
+    corrected_at,
+    channels,
+    output_stride,
+    x_stride,
+    rows_stride,
+    height,
+    width,
+    box_height,
+    box_width,
+    H: tl.constexpr,
+    W: tl.constexpr,
+):
+    image, channel = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i, j = tl.arange(0, H)[:, None], tl.arange(0, W)[None, :]
+    inside = (i < height) & (j < width)
+    pixel = channel * height * width + i * width + j
+    output = tl.load(output_at + image * output_stride + pixel, mask=inside, other=0.0)
+    x = tl.load(x_at + image * x_stride + pixel, mask=inside, other=0.0).to(tl.float32)
+    wide = output.to(tl.float32)
+
+    down, across = tl.arange(0, H)[None, :], tl.arange(0, W)[:, None]
+    left = tl.load(left_at + i * height + down, mask=(i < box_height) & (down < height), other=0.0)
+    right = tl.load(right_at + across * width + j, mask=(across < box_width) & (j < width), other=0.0)
+
+    size = box_height * box_width
+    coefficient = rows_at + image * rows_stride + channel * 4 * size + i * box_width + j
+    used = (i < box_height) & (j < box_width)
+    constant = tl.load(coefficient, mask=used, other=0.0)  # its second half, the input's, is zero
+    on_output = tl.load(coefficient + 2 * size, mask=used, other=0.0)
+    on_input = tl.load(coefficient + 3 * size, mask=used, other=0.0)
+
+    delta = constant + on_output * _dct(wide, left, right) + on_input * _dct(x, left, right)
+    back = _dct(delta, tl.trans(left), tl.trans(right))
+    tl.store(
+        corrected_at + image * channels * height * width + pixel,
+        (wide - back).to(output.dtype),
+        mask=inside,
+    )
+
+
+def fits(output: Tensor, x_t: Tensor) -> bool:
+    """Whether the kernel can stand in for the operations: images of a size it holds, and no gradients."""
+    return (
+        output.ndim == 4
+        and max(output.shape[2:]) <= LARGEST
+        and output.dtype != torch.float64
+        and output[0].is_contiguous()
+        and x_t.shape == output.shape
+        and x_t[0].is_contiguous()
+        and not (torch.is_grad_enabled() and (output.requires_grad or x_t.requires_grad))
+    )
+
+
+def correct(output: Tensor, x_t: Tensor, rows: Tensor, matrices: list[Tensor]) -> Tensor:
+    """The corrected output. rows: (B or 1, C, constant and gain, output and input, *box), flat."""
+    batch, channels, height, width = output.shape
+    left, right = matrices  # (box, pixels) each
+    corrected = torch.empty((batch, channels, height, width), device=output.device, dtype=output.dtype)
+    if (
+        output.is_cuda and output.device.index != torch.cuda.current_device()
+    ):  # Triton launches on the current one
+        with torch.cuda.device(output.device):
+            return correct(output, x_t, rows, matrices)
+    kernel: Any = _correct[(batch, channels)]
+    kernel(
+        output,
+        x_t,
+        rows,
+        left,
+        right,
+        corrected,
+        channels,
+        output.stride(0),
+        x_t.stride(0),
+        0 if len(rows) == 1 else rows.stride(0),
+        height,
+        width,
+        left.shape[0],
+        right.shape[0],
+        H=max(16, triton.next_power_of_2(height)),
+        W=max(16, triton.next_power_of_2(width)),
+        num_warps=4,
+    )
+    return corrected
+
+
+def works(device: torch.device) -> bool:
+    """Whether a kernel can be built and run here: that takes a C compiler and a GPU Triton knows."""
+    try:
+        image, rows = torch.zeros(1, 1, 2, 2, device=device), torch.zeros(1, 16, device=device)
+        correct(image, image, rows, [torch.eye(2, device=device)] * 2)
+    except Exception:  # whatever it is, the operations do the same
+        return False
+    return True
