@@ -76,11 +76,16 @@ def fits(output: Tensor, x_t: Tensor) -> bool:
         output.ndim == 4
         and max(output.shape[2:]) <= LARGEST
         and output.dtype != torch.float64
-        and output[0].is_contiguous()
+        and _images_are_contiguous(output)
         and x_t.shape == output.shape
-        and x_t[0].is_contiguous()
+        and _images_are_contiguous(x_t)
         and not (torch.is_grad_enabled() and (output.requires_grad or x_t.requires_grad))
     )
+
+
+def _images_are_contiguous(x: Tensor) -> bool:
+    _, _, height, width = x.shape
+    return x.stride()[1:] == (height * width, width, 1)
 
 
 def correct(output: Tensor, x_t: Tensor, rows: Tensor, matrices: list[Tensor]) -> Tensor:
