@@ -1,13 +1,11 @@
 """Train a small diffusion model and keep it twice: its raw last weights, and their moving average.
 
     python examples/train.py cifar10.npy models/cifar10-small --flip
-    python examples/train.py fashion.npy models/fashion --width 32 --batch-size 512 --images-seen 4000000 \
-        --learning-rate 5e-4 --half
 
 Noise prediction, 1,000 linear timesteps, a diffusers UNet2DModel: 6.5M parameters at width 64, 1.6M at 32.
-Writes OUT/raw and OUT/ema, each a directory with its scheduler's config, ready for `trueup.calibrate`. The
-second line made the model that comes with trueup. On a GPU either takes minutes; raw weights are what
-calibration helps most.
+Writes OUT/raw and OUT/ema, each a directory with its scheduler's config, ready for `trueup.calibrate`.
+src/trueup/bundled/README.md states the options that made the model that comes with trueup. On a GPU the
+default takes minutes; raw weights are what calibration helps most.
 """
 
 from __future__ import annotations
@@ -67,6 +65,7 @@ def main() -> None:
     p.add_argument("--learning-rate", type=float, default=2e-4)
     p.add_argument("--ema", type=float, default=0.999, help="decay of the moving average per step")
     p.add_argument("--width", type=int, default=64)
+    p.add_argument("--start", type=Path, help="go on from OUT of an earlier run")
     p.add_argument("--flip", action="store_true", help="mirror half of the images")
     p.add_argument("--half", action="store_true", help="write the weights in half precision")
     p.add_argument("--seed", type=int, default=0)
@@ -81,8 +80,13 @@ def main() -> None:
     x = torch.from_numpy(np.array(images)).permute(0, 3, 1, 2).to(device)
     scheduler = DDPMScheduler()
     alphas_cumprod = scheduler.alphas_cumprod.to(device)
-    raw = build(size, channels, options.width).to(device).train()
-    ema = copy.deepcopy(raw).eval().requires_grad_(False)
+    if options.start:
+        raw, ema = (UNet2DModel.from_pretrained(options.start / name).to(device) for name in ("raw", "ema"))
+    else:
+        raw = build(size, channels, options.width).to(device)
+        ema = copy.deepcopy(raw)
+    raw.train()
+    ema.eval().requires_grad_(False)
     averages, weights = list(ema.parameters()), list(raw.parameters())
     optimizer = torch.optim.AdamW(weights, lr=options.learning_rate, capturable=gpu)
 
@@ -110,7 +114,7 @@ def main() -> None:
     bar = tqdm(range(steps), unit="step")
     for index in bar:
         loss = step()
-        decay = min(options.ema, (1 + index) / (10 + index))
+        decay = options.ema if options.start else min(options.ema, (1 + index) / (10 + index))
         with torch.no_grad():
             torch._foreach_lerp_(averages, weights, 1 - decay)
         if index % 20 == 0:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -22,6 +20,7 @@ from trueup.bands import Bands
 from trueup.calibration import Calibration, Evidence
 from trueup.correction import Correction
 from trueup.errors import ArtifactError, TrueupError
+from trueup.files import write
 from trueup.parametrization import Parametrization
 from trueup.process import from_settings
 
@@ -77,7 +76,7 @@ def save(calibration: Calibration, path: str | PathLike[str]) -> None:
         content = to_bytes(tensors, {"trueup": json.dumps(meta, sort_keys=True)})
     except (TrueupError, *_NONSENSE) as error:
         raise ArtifactError(f"cannot save this calibration: {_reason(error)}") from None
-    _write(Path(path), content)
+    write(Path(path), content, ArtifactError)
 
 
 def load(path: str | PathLike[str]) -> Calibration:
@@ -242,25 +241,3 @@ def _floats(values: list[float | None], count: int) -> Any:
     if len(values) != count:
         raise ArtifactError("its totals make no sense")
     return tuple(math.nan if v is None else float(v) for v in values)
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.tmp-")
-    except OSError as error:
-        raise ArtifactError(f"cannot write {path}: {error.strerror or error}") from None
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(name).chmod(0o666 & ~umask)  # mkstemp files are private; ours are not secrets
-        Path(name).replace(path)
-    except OSError as error:
-        Path(name).unlink(missing_ok=True)
-        raise ArtifactError(f"cannot write {path}: {error.strerror or error}") from None
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

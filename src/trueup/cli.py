@@ -3,47 +3,424 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trueup import __version__
 
-_EXAMPLES = """examples:
-  trueup inspect model.trueup.safetensors      what a calibration says
-  trueup --version
+if TYPE_CHECKING:
+    from trueup.calibration import Calibration
+    from trueup.denoiser import Denoiser
+    from trueup.estimate.moments import Moments
+
+_OVERVIEW = """examples:
+  trueup demo                                          see the point, on a model that comes with trueup
+  trueup calibrate bundled:raw --data bundled:images -o raw.trueup.safetensors
+
+Trues up trained diffusion models: measures how a network misses at every noise level, and writes the
+correction as one small file that trueup.attach puts on the model. `trueup COMMAND --help` says more.
+"""
+_CALIBRATE = """examples:
+  trueup calibrate bundled:raw --data bundled:images --images 100 -o raw.trueup.safetensors
+  trueup calibrate bundled:ema --data bundled:images --family shift --json -o ema.trueup.safetensors
+
+Measures MODEL on images and writes its calibration. Work is kept in a run directory after every batch:
+interrupted, the same command goes on from there, and with a larger --images it adds to what it has.
+"""
+_CHECK = """examples:
+  trueup check bundled:raw --data bundled:images
+  trueup check bundled:ema --data bundled:images --images 50 --fail-above 0.01 --quiet
+
+Says how miscalibrated MODEL is, and whether it is being used as it was trained: wrong range, BGR, another
+prediction type or schedule are named. Writes nothing. Exits with 1 if --fail-above is surely exceeded.
+"""
+_INSPECT = """examples:
+  trueup inspect raw.trueup.safetensors
+  trueup inspect raw.trueup.safetensors --json
+"""
+_DEMO = """examples:
+  trueup demo
+  trueup demo --out /tmp/trueup-demo --seed 1
+
+Calibrates the raw last weights of a small Fashion-MNIST model, samples before and after with the same seeds,
+and writes the calibration and one picture: uncalibrated, shift, spectral, and the EMA weights beside them.
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="trueup",
-        description="Trues up trained diffusion models: measures their systematic error and removes it.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"trueup {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    inspect = commands.add_parser("inspect", help="print what a calibration file says")
-    inspect.add_argument("file", metavar="FILE", help="a .trueup.safetensors file")
-    options = parser.parse_args(arguments)
+class _Parser(argparse.ArgumentParser):
+    """Help that opens with examples, and errors of one line."""
 
-    from trueup.artifact import load
+    def __init__(self, *args: Any, opening: str = "", **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.opening = opening
+
+    def format_help(self) -> str:
+        return f"{self.opening}\n{super().format_help()}"
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns 0, 1 for a failed check, 2 for bad input, 130 after Ctrl-C."""
+    options = _parser().parse_args(arguments)
     from trueup.errors import TrueupError
 
     try:
-        cal = load(options.file)
-        print(cal.summary())
-        weights = next(iter((cal.provenance.get("weights") or {}).values()), "none")
-        print(
-            f"made for: samples of shape {cal.shape}, {cal.parametrization.name} prediction, "
-            f"{cal.process.kind} noise, weights {weights[:8]}; seed {cal.provenance.get('seed')}, "
-            f"data {cal.data_fingerprint}"
-        )
+        code: int = options.command(options)
+        sys.stdout.flush()
+        return code
     except TrueupError as error:
         print(f"trueup: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        resume = getattr(options, "resume", None)
+        print(f"\ntrueup: interrupted{resume or ''}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if os.environ.get("TRUEUP_DEBUG"):
+            raise
+        reason = " ".join(str(error).split())[:300]
+        print(
+            f"trueup: {type(error).__name__}: {reason} (TRUEUP_DEBUG=1 shows where)",
+            file=sys.stderr,
+        )
+        return 2
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="trueup", opening=_OVERVIEW)
+    parser.add_argument("--version", action="version", version=f"trueup {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+
+    calibrate = commands.add_parser(
+        "calibrate", help="measure a model and write its calibration", opening=_CALIBRATE
+    )
+    _add_model(calibrate, images=500)
+    calibrate.add_argument(
+        "-o", "--output", required=True, type=Path, metavar="FILE", help="the calibration to write"
+    )
+    calibrate.add_argument("--force", action="store_true", help="replace FILE if it exists")
+    calibrate.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: FILE.run)")
+    calibrate.add_argument(
+        "--trust", action="store_true", help="calibrate even if the model seems to be used wrongly"
+    )
+    calibrate.set_defaults(command=_calibrate)
+
+    check = commands.add_parser(
+        "check", help="say how miscalibrated a model is; write nothing", opening=_CHECK
+    )
+    _add_model(check, images=100)
+    check.add_argument(
+        "--fail-above",
+        type=_positive_float,
+        metavar="X",
+        help="exit with 1 if calibrating would surely gain more than X bits/dim of the likelihood bound",
+    )
+    check.set_defaults(command=_check)
+
+    inspect = commands.add_parser("inspect", help="print what a calibration file says", opening=_INSPECT)
+    inspect.add_argument("file", metavar="FILE", help="a .trueup.safetensors file")
+    inspect.add_argument("--json", action="store_true", help="JSON on standard output")
+    inspect.set_defaults(command=_inspect, quiet=False)
+
+    demo = commands.add_parser(
+        "demo", help="calibrate the bundled model and draw what it does", opening=_DEMO
+    )
+    demo.add_argument(
+        "--out", type=Path, default=Path("trueup-demo"), metavar="DIR", help="where everything goes"
+    )
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    demo.add_argument("--quiet", action="store_true", help="no progress")
+    demo.set_defaults(command=_demo, json=False)
+    return parser
+
+
+def _add_model(parser: _Parser, images: int) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", help="a directory written by save_pretrained, or bundled:raw, bundled:ema"
+    )
+    data = parser.add_argument_group("images")
+    data.add_argument(
+        "--data",
+        required=True,
+        metavar="DATA",
+        help="a folder of images, a .npy or .npz file, or bundled:images",
+    )
+    data.add_argument(
+        "--images", type=_positive, default=images, metavar="N", help="use the first N (default: %(default)s)"
+    )
+    data.add_argument(
+        "--resize", choices=("shorter", "exact"), help="make images the model's size; else they must be"
+    )
+    data.add_argument("--crop", choices=("center",), help="cut out the middle, after resizing")
+    data.add_argument("--flip", action="store_true", help="mirror every second image, for models trained so")
+    data.add_argument("--data-range", type=_range, metavar="LOW,HIGH", help="range of floating point arrays")
+    data.add_argument(
+        "--skip-bad", action="store_true", help="leave out images that cannot be used, and count them"
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--scheduler", type=Path, metavar="PATH", help="scheduler_config.json or its directory"
+    )
+    model.add_argument(
+        "--prediction", metavar="NAME", help="noise, data, velocity, score, flow (default: the scheduler's)"
+    )
+    model.add_argument(
+        "--model-range", type=_range, metavar="LOW,HIGH", help="what it was trained on (default: -1,1)"
+    )
+    model.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    model.add_argument(
+        "--batch-size", type=_positive, metavar="N", help="found, and halved when memory runs out"
+    )
+    fit = parser.add_argument_group("calibration")
+    fit.add_argument("--family", choices=("spectral", "shift"), default="spectral")
+    fit.add_argument("--estimator", choices=("shrunk", "regressed", "paired", "plain"), default="shrunk")
+    fit.add_argument(
+        "--antithetic", action="store_true", help="run every image with its noise and its negative"
+    )
+    fit.add_argument("--seed", type=int, default=0)
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--json", action="store_true", help="JSON on standard output, all else on standard error"
+    )
+    output.add_argument("--quiet", action="store_true", help="no progress, and only the verdict")
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from trueup.errors import TrueupError
+
+    output, run = options.output, options.run or Path(f"{options.output}.run")
+    if output.is_dir():
+        raise TrueupError(f"{output} is a directory: name the file to write with -o")
+    if output.exists() and not options.force:
+        raise TrueupError(f"{output} exists: pass --force to replace it, or name another file with -o")
+    if not output.parent.is_dir():
+        raise TrueupError(f"{output.parent} is not a directory: make it first")
+    if not os.access(output.parent, os.W_OK):
+        raise TrueupError(f"cannot write in {output.parent}")
+    denoiser = _denoiser(options)
+    problem = _diagnose(denoiser, options)
+    if problem and not options.trust:
+        raise TrueupError(f"{problem} (or pass --trust to calibrate as it is)")
+    options.resume = f": what was measured is in {run}; run the same command again to go on"
+    moments = _moments(denoiser, options, run)
+    calibration = _fit(moments, options)
+    calibration.save(output)
+    _report(calibration, options, {"output": str(output), "run": str(run), "problem": problem})
+    _say(
+        options,
+        f"wrote {output}; {run} keeps the measurements (delete it, or add images with a larger --images)",
+    )
     return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    denoiser = _denoiser(options)
+    problem = _diagnose(denoiser, options)
+    calibration = _fit(_moments(denoiser, options, None), options)
+    nats, error = calibration.evidence.bound_gain
+    low = calibration.evidence.bits_per_dim(nats - calibration.evidence.quantile * error)
+    failed = options.fail_above is not None and low > options.fail_above
+    _report(calibration, options, {"problem": problem, "failed": failed})
+    if problem:
+        print(f"trueup: {problem}", file=sys.stderr)
+        return 2
+    if failed:
+        print(
+            f"trueup: miscalibrated by at least {low:.2g} bits/dim, above {options.fail_above:g}",
+            file=sys.stderr,
+        )
+    return 1 if failed else 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from trueup.artifact import load
+
+    calibration = load(options.file)
+    _report(calibration, options, {"file": options.file})
+    if not options.json:
+        origin = calibration.provenance
+        weights = next(iter((origin.get("weights") or {}).values()), "none")
+        print(
+            f"made for: samples of shape {calibration.shape}, {calibration.parametrization.name} prediction, "
+            f"{calibration.process.kind} noise, weights {weights[:8]}; seed {origin.get('seed')}, "
+            f"data {calibration.data_fingerprint}"
+        )
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from trueup.demo import run
+
+    options.resume = ": run `trueup demo` again to go on"
+    run(options.out, seed=options.seed, device=_device(options.device), progress=_progress(options))
+    return 0
+
+
+def _denoiser(options: argparse.Namespace) -> Denoiser:
+    from trueup.errors import ModelError
+    from trueup.hf import as_denoiser
+
+    _quieten_libraries()
+    try:
+        return as_denoiser(
+            _bundled(options.model),
+            scheduler=options.scheduler,
+            parametrization=options.prediction,
+            model_range=options.model_range,
+            device=_device(options.device),
+        )
+    except ModelError as error:
+        words = str(error)
+        if "has no scheduler" in words:
+            words = (
+                f"{options.model} has no scheduler_config.json: pass the one it was trained with: --scheduler"
+            )
+        raise ModelError(words) from None
+
+
+def _bundled(name: str) -> Path:
+    """A path, or something that comes with trueup."""
+    known = {"bundled:raw": "raw", "bundled:ema": "ema", "bundled:images": "images.npy"}
+    return Path(__file__).parent / "bundled" / known[name] if name in known else Path(name)
+
+
+def _device(name: str) -> str:
+    import torch
+
+    from trueup.errors import ModelError
+
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return next(device for device in available if available[device])
+    if not available[name]:
+        raise ModelError(f"this machine has no {name} device that PyTorch can use: pass --device cpu")
+    return name
+
+
+def _quieten_libraries() -> None:
+    """diffusers warns about what we check ourselves."""
+    import logging
+
+    logging.getLogger("diffusers").setLevel(logging.ERROR)
+
+
+def _diagnose(denoiser: Denoiser, options: argparse.Namespace) -> str | None:
+    from trueup.data import Samples, Transform
+    from trueup.diagnose import IMAGES, diagnose
+
+    transform = Transform(options.resize, options.crop, options.flip, options.data_range)
+    samples = Samples(
+        _bundled(options.data), denoiser.shape, denoiser.data_range, transform, options.skip_bad
+    )
+    batch = next(samples.batches(min(IMAGES, options.images), limit=options.images), None)
+    if batch is None:
+        return None  # measuring says what is wrong
+    found = diagnose(denoiser, batch, flip=options.flip)
+    for hint in found.hints:
+        _say(options, f"note: {hint}")
+    return found.problem
+
+
+def _moments(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) -> Moments:
+    from trueup.estimate import measure
+
+    return measure(
+        denoiser,
+        _bundled(options.data),
+        images=options.images,
+        seed=options.seed,
+        antithetic=options.antithetic,
+        batch_size=options.batch_size,
+        resize=options.resize,
+        crop=options.crop,
+        flip=options.flip,
+        data_range=options.data_range,
+        run=run,
+        skip_bad=options.skip_bad,
+        on_skip=_noted(options) if options.skip_bad else None,
+        progress=_progress(options),
+    )
+
+
+def _noted(options: argparse.Namespace) -> Callable[[list[str]], None]:
+    def note(skipped: list[str]) -> None:
+        options.skipped = skipped
+        for reason in skipped[:5]:
+            _say(options, f"skipped: {reason}")
+        if skipped:
+            _say(options, f"{len(skipped)} image{'s' * (len(skipped) > 1)} skipped")
+
+    return note
+
+
+def _fit(moments: Moments, options: argparse.Namespace) -> Calibration:
+    from trueup.estimate import fit
+
+    return fit(moments, family=options.family, estimator=options.estimator)
+
+
+def _report(calibration: Calibration, options: argparse.Namespace, more: dict[str, Any]) -> None:
+    """The table, the chart and the verdict; or JSON."""
+    from trueup.report import as_json, chart
+
+    if options.json:
+        print(
+            json.dumps({**as_json(calibration), **more, "skipped": getattr(options, "skipped", [])}, indent=2)
+        )
+        return
+    if options.quiet:
+        print(f"verdict: {calibration.verdict()}")
+        return
+    plain = not (getattr(sys.stdout, "encoding", "") or "").lower().startswith("utf")
+    summary = calibration.summary().replace("±", "+-") if plain else calibration.summary()
+    table, verdict = summary.rsplit("\nverdict:", 1)
+    print(f"{table}\n\n{chart(calibration, plain=plain)}\n\nverdict:{verdict}")
+
+
+def _say(options: argparse.Namespace, line: str) -> None:
+    if not options.quiet:
+        print(line, file=sys.stderr)
+
+
+def _progress(options: argparse.Namespace) -> bool | None:
+    return False if options.quiet else None
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def _range(text: str) -> tuple[float, float]:
+    try:
+        low, high = (float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LOW,HIGH, for instance 0,1") from None
+    if not -float("inf") < low < high < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: LOW must be below HIGH")
+    return low, high
 
 
 if __name__ == "__main__":

@@ -80,43 +80,63 @@ class Samples:
         shape: Sequence[int],
         model_range: tuple[float, float] | None,
         transform: Transform | None = None,
+        skip_bad: bool = False,
     ):
+        self.skip_bad = skip_bad
+        self.skipped: list[str] = []  # what was wrong with each sample left out
         self.shape = tuple(shape)
         self.model_range = model_range
         self.transform = transform or Transform()
         self.source, self.labels, self.name = open_source(source)
-        self._indexed = is_indexed(self.source)
+        self.indexed = is_indexed(self.source)
         self._signed = False  # whether float samples have shown that they use the model's range
         self._once = enumerate(self._unbatched()) if isinstance(self.source, Iterator) else None
         self._position = 0  # how far a generator was read
 
     def __len__(self) -> int:
         """How many samples there are; raises TypeError for a stream."""
-        if not self._indexed:
+        if not self.indexed:
             raise TypeError(f"{self.name} is a stream: it does not say how many samples it holds")
         return len(self.source)
 
-    def batches(self, size: int, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """Samples start..stop in batches.
+    def batches(
+        self, size: int, start: int = 0, stop: int | None = None, *, limit: int | None = None
+    ) -> Iterator[Batch]:
+        """Samples start..stop, `limit` of them at most, in batches.
 
-        A stream is read from its beginning each time, a generator on from where it was left.
+        A stream is read from its beginning each time, a generator on from where it was left. A sample that
+        cannot be used raises, or with skip_bad is left out and noted in `skipped`.
         """
         if size < 1:
             raise DataError(f"a batch holds at least one sample, not {size}")
         rows: list[tuple[int, Tensor, Any]] = []
-        for index, item in self._items(start, stop):
+        left = math.inf if limit is None else limit
+        for index, item in self._items(start, stop) if left > 0 else ():
             image, label = split_row(item)
             if self.labels is not None:
                 label = self.labels[index]
-            rows.append((index, self._sample(image, index), label))
+            try:
+                rows.append((index, self._sample(image, index), label))
+            except DataError as error:
+                if not self.skip_bad:
+                    raise
+                self.skipped.append(str(error))
+                continue
+            left -= 1
             if len(rows) == size:
                 yield _stack(rows)
                 rows = []
+            if left <= 0:
+                break
         if rows:
             yield _stack(rows)
 
+    def at(self, index: int) -> Tensor:
+        """One sample of data that is not a stream."""
+        return self._sample(split_row(self.source[index])[0], index)
+
     def _items(self, start: int, stop: int | None) -> Iterator[tuple[int, Any]]:
-        if self._indexed:
+        if self.indexed:
             end = len(self.source) if stop is None else min(stop, len(self.source))
             for index in range(start, end):
                 yield index, self.source[index]
@@ -233,12 +253,18 @@ class Samples:
             )
 
 
+def digests(x0: Tensor) -> list[int]:
+    """A 64-bit digest of every sample of a batch."""
+    rows = x0.cpu().contiguous()
+    return [
+        int.from_bytes(hashlib.blake2b(row.numpy().tobytes(), digest_size=8).digest(), "little")
+        for row in rows
+    ]
+
+
 def digest(x0: Tensor) -> int:
     """A 64-bit digest of a batch, the same in any order and any batch size, for the data's fingerprint."""
-    total = 0
-    for row in x0.cpu().contiguous():
-        total += int.from_bytes(hashlib.blake2b(row.numpy().tobytes(), digest_size=8).digest(), "little")
-    return total & ((1 << 64) - 1)
+    return sum(digests(x0)) & ((1 << 64) - 1)
 
 
 def _stack(rows: list[tuple[int, Tensor, Any]]) -> Batch:

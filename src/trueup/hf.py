@@ -62,12 +62,14 @@ def as_denoiser(
     scheduler: Any = None,
     process: processes.NoiseProcess | None = None,
     parametrization: Parametrization | str | None = None,
+    model_range: tuple[float, float] | None = None,
     device: torch.device | str | None = None,
 ) -> Denoiser:
     """A denoiser from a denoiser, a pipeline, a diffusers model with its scheduler, or a saved directory.
 
     `scheduler` may be a diffusers scheduler, its config, or a directory holding scheduler_config.json;
-    `process` and `parametrization` say the same by hand and win over it.
+    `process` and `parametrization` say the same by hand and win over it. `model_range` is what the network
+    was trained on; without it -1..1, and latents are taken as they are.
     """
     if isinstance(model, Denoiser):
         if scheduler is not None or process is not None or parametrization is not None:
@@ -99,7 +101,7 @@ def as_denoiser(
         process,
         parametrization,
         shape,
-        data_range=None if latent else (-1.0, 1.0),
+        data_range=model_range or (None if latent else (-1.0, 1.0)),
         conditional=conditional,
         call=_with_labels(network) if conditional else None,
         description=str(settings["_class_name"]),

@@ -135,7 +135,7 @@ class CorrectOutput:
             node = bisect_left(self.boundary_list, float(t))
             return tables.weights[node : node + 1] @ tables.table
         boundaries = tables.whole_boundaries if t.dtype == torch.int64 else tables.boundaries
-        times = t.to(boundaries, non_blocking=True).reshape(-1)
+        times = t.to(boundaries, non_blocking=True).reshape(-1).contiguous()
         if times.numel() not in (1, batch):
             raise AttachError(f"got {times.numel()} times for a batch of {batch}")
         return tables.weights.index_select(0, torch.bucketize(times, boundaries)) @ tables.table

@@ -116,9 +116,10 @@ class Moments:
         member = (torch.arange(self.folds, device=fold.device)[:, None] == fold).to(self.first)  # (F, B)
         products = torch.cat([z[:, :, i : i + 1] * z[:, :, i:] for i in range(3)], 2)  # in the order of PAIRS
         products = products @ self.bands.indicator(z)  # (l, B, 6, C, bands)
-        for sums, terms in ((self.first, z), (self.second, products)):
-            added = member @ terms.to(sums).flatten(2)  # (l, F, ...)
-            sums[:, levels] += added.transpose(0, 1).reshape(sums[:, levels].shape)
+        sums = (self.first, self.second)
+        added = [member @ terms.to(self.first).flatten(2) for terms in (z, products)]  # (l, F, ...)
+        for total, more in zip(sums, added, strict=True):  # all of it, or, out of memory, nothing
+            total[:, levels] += more.transpose(0, 1).reshape(total[:, levels].shape)
 
     def to(self, device: torch.device | str) -> Moments:
         """The same sums on another device."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def calibrate(
     mean_images: int = 0,
     seed: int = 0,
     antithetic: bool = False,
-    batch_size: int = 32,
+    batch_size: int | None = None,
     resize: str | None = None,
     crop: str | None = None,
     flip: bool = False,
@@ -51,6 +52,8 @@ def calibrate(
     process: NoiseProcess | None = None,
     parametrization: Parametrization | str | None = None,
     device: torch.device | str | None = None,
+    run: str | PathLike[str] | None = None,
+    skip_bad: bool = False,
     progress: bool | None = None,
 ) -> Calibration:
     """Measure a network on images and fit the correction that images it has not seen confirm.
@@ -65,7 +68,9 @@ def calibrate(
     images: how many to use, None for all. family: "shift" (the paper's) or "spectral". estimator: "shrunk",
     or the unshrunk "plain" (the paper's), "paired", "regressed". levels: times of the network's process; the
     default covers all of it. mean_images: read so many more images for the data's mean alone. antithetic: run
-    every image with its noise and with the noise negated. edges: band edges, see `trueup.bands`. progress:
+    every image with its noise and with the noise negated. edges: band edges, see `trueup.bands`. batch_size:
+    found when not given, halved when memory runs out. run: a directory that keeps what was measured, to go on
+    from after an interruption or to add images to. skip_bad: leave out images that cannot be used. progress:
     show a bar; by default when standard error is a terminal.
     """
     _check(family, estimator)
@@ -87,6 +92,8 @@ def calibrate(
         process=process,
         parametrization=parametrization,
         device=device,
+        run=run,
+        skip_bad=skip_bad,
         progress=progress,
     )
     return fit(moments, family=family, estimator=estimator)

@@ -1,0 +1,121 @@
+"""`trueup demo`: the bundled model before and after, in one picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from trueup.attachment import attach
+from trueup.calibration import Calibration
+from trueup.denoiser import Denoiser
+from trueup.errors import TrueupError
+from trueup.estimate import fit, measure
+from trueup.hf import as_denoiser
+from trueup.noise import normal
+from trueup.report import chart
+
+BUNDLED = Path(__file__).parent / "bundled"
+IMAGES = 200
+STEPS = 20
+SAMPLES = 64  # to measure brightness on; the picture shows the first SHOWN
+SHOWN = 12
+_ZOOM = 3
+
+
+def run(out: Path, *, seed: int = 0, device: str = "cpu", progress: bool | None = None) -> None:
+    """Calibrate the raw weights, sample before and after with the same seeds, and draw it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrueupError(f"cannot use {out}: {error.strerror or error}") from None
+    print(
+        "A small diffusion model trained on Fashion-MNIST, its raw last weights. Measuring how it misses on "
+        f"{IMAGES} images:\n"
+    )
+    raw, ema = (as_denoiser(BUNDLED / name, device=device) for name in ("raw", "ema"))
+    pictures = np.load(BUNDLED / "images.npy")
+    moments = measure(
+        raw, pictures, images=IMAGES, seed=seed, run=out / f"seed-{seed}.run", progress=progress
+    )
+    shift, spectral = (fit(moments, family=family) for family in ("shift", "spectral"))
+    file = out / "raw.trueup.safetensors"
+    spectral.save(file)
+    table, verdict = spectral.summary().rsplit("\nverdict:", 1)
+    print(f"{table}\n\n{chart(spectral)}\n\nverdict:{verdict}\n")
+
+    rows: list[tuple[str, Denoiser, Calibration | None]] = [
+        ("uncalibrated", raw, None),
+        ("shift", raw, shift),
+        ("spectral", raw, spectral),
+        ("EMA weights", ema, None),
+    ]
+    total = len(rows) * STEPS * SAMPLES
+    shown = None if progress is None else not progress
+    with tqdm(total=total, desc="sampling", unit="eval", disable=shown) as bar:
+        drawn = {name: sample(net, calibration, seed, bar) for name, net, calibration in rows}
+    data = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
+    print(
+        f"{SAMPLES} samples each, DDIM in {STEPS} steps, same seeds; mean brightness of an image, 0..255:\n"
+    )
+    print(f"{'':14} {'mean':>6} {'s.d.':>6} {'distance to the data (W1)':>27}")
+    for name, x in drawn.items():
+        mean, spread, distance = brightness(x, data)
+        print(f"{name:14} {mean:6.1f} {spread:6.1f} {distance:27.1f}")
+    mean, spread, _ = brightness(data, data)
+    print(f"{'data':14} {mean:6.1f} {spread:6.1f}\n")
+    picture = out / "samples.png"
+    draw({name: x[:SHOWN] for name, x in drawn.items()}, picture)
+    print(f"wrote {file} (put it on the model with trueup.attach) and {picture} (look at it)")
+
+
+@torch.inference_mode()
+def sample(denoiser: Denoiser, calibration: Calibration | None, seed: int, bar: tqdm[None]) -> Tensor:
+    """DDIM samples; image i of a seed starts from the same noise whatever the network."""
+    import diffusers
+
+    scheduler: Any = diffusers.DDIMScheduler(clip_sample=False)
+    scheduler.set_timesteps(STEPS)
+    device = denoiser.device
+    x_t = normal(seed, torch.arange(SAMPLES), -1, denoiser.shape, device)
+    assert isinstance(denoiser.network, nn.Module)
+    on = attach(denoiser, calibration) if calibration is not None else None
+    try:
+        for t in scheduler.timesteps:
+            parts = [denoiser(part, t.expand(len(part)).to(device)) for part in x_t.split(32)]
+            x_t = scheduler.step(torch.cat(parts), t, x_t).prev_sample
+            bar.update(SAMPLES)
+    finally:
+        if on is not None:
+            on.remove()
+    return x_t.cpu()
+
+
+def brightness(x: Tensor, data: Tensor) -> tuple[float, float, float]:
+    """Mean and spread of the images' mean brightness, and its Wasserstein distance to the data's."""
+    ours, theirs = (127.5 * (v.double().flatten(1).mean(1) + 1) for v in (x, data))
+    at = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    distance = (ours.quantile(at) - theirs.quantile(at)).abs().mean()
+    return float(ours.mean()), float(ours.std()), float(distance)
+
+
+def draw(rows: dict[str, Tensor], path: Path) -> None:
+    """A labelled row of images each."""
+    font = ImageFont.load_default(15)
+    columns, (_, height, width) = SHOWN, next(iter(rows.values()))[0].shape
+    label, gap = 110, 4
+    cell_w, cell_h = width * _ZOOM + gap, height * _ZOOM + gap
+    sheet = Image.new("L", (label + columns * cell_w, len(rows) * cell_h), 255)
+    pen = ImageDraw.Draw(sheet)
+    for i, (name, images) in enumerate(rows.items()):
+        pen.text((4, i * cell_h + cell_h / 2 - 10), name, fill=0, font=font)
+        for j, image in enumerate(images):
+            pixels = ((image[0].clamp(-1, 1) + 1) * 127.5).round().byte().numpy()
+            tile = Image.fromarray(pixels).resize((width * _ZOOM, height * _ZOOM), Image.Resampling.BICUBIC)
+            sheet.paste(tile, (label + j * cell_w, i * cell_h))
+    sheet.save(path)

@@ -1,0 +1,165 @@
+"""A run directory: what has been measured so far, so that nothing is measured twice.
+
+One file, `checkpoint.safetensors`, holds the moments, the settings they were measured with and a digest of
+every image behind them. It is replaced atomically after each batch: whatever happens, the batch in progress
+is all that is lost.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+from torch import Tensor
+
+from trueup.data import Samples, digests
+from trueup.errors import DataError, TrueupError
+from trueup.estimate.moments import Moments
+from trueup.files import remove_leftovers, write
+
+FORMAT = 1
+_SUMS = ("rows", "first", "second", "data_first", "data_second")
+_LEVELS = ("t", "lam", "alpha", "sigma")
+_COUNTS = ("images", "draws", "data_rows", "data_digest")
+_LOOKED_AT = 16  # images read again on resuming, to see that the data is still the same
+
+
+@dataclass
+class Run:
+    """A run directory in use by this process alone. `with Run(folder) as run: ...`"""
+
+    folder: str | PathLike[str]
+    indices: list[int] = field(default_factory=list)  # the samples measured so far, and their digests
+    digests: list[int] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    batch_size: int | None = None
+
+    @property
+    def file(self) -> Path:
+        """The checkpoint."""
+        return Path(self.folder) / "checkpoint.safetensors"
+
+    def __enter__(self) -> Run:
+        folder = Path(self.folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (folder / "lock").open("w")
+        except OSError as error:
+            raise TrueupError(f"cannot use {folder} as a run directory: {error.strerror or error}") from None
+        try:
+            import fcntl
+
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
+        except ImportError:  # not on Windows
+            pass
+        except OSError:
+            self._lock.close()
+            raise TrueupError(f"another process is working in {folder}: wait for it, or stop it") from None
+        remove_leftovers(self.file)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
+
+    def resume(self, fresh: Moments, samples: Samples) -> Moments:
+        """The moments measured so far, or `fresh` in a new run; other settings or images are refused."""
+        if not self.file.exists():
+            return fresh
+        try:
+            with safe_open(self.file, framework="pt") as file:
+                meta = json.loads((file.metadata() or {})["trueup_run"])
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            if meta["format"] != FORMAT:
+                raise TrueupError(f"{self.folder} was made by another version of trueup: use a new directory")
+            other = _differences(meta["settings"], _settings(fresh))
+            shapes = {name: getattr(fresh, name).shape for name in (*_SUMS, *_LEVELS)}
+            if not other and {n: v.shape for n, v in tensors.items() if n in shapes} != shapes:
+                raise ValueError("its sums have the wrong shape")
+            self.indices, self.digests = tensors["indices"].tolist(), tensors["digests"].tolist()
+            self.skipped, self.batch_size = list(meta["skipped"]), meta["batch_size"]
+        except (SafetensorError, OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise TrueupError(
+                f"{self.file} cannot be read ({' '.join(str(error).split())[:100]}): "
+                "delete the run directory to start over"
+            ) from None
+        if other:
+            raise TrueupError(
+                f"{self.folder} was begun with another {' and another '.join(other)}: "
+                "repeat those settings, or use a new run directory"
+            )
+        self._check_data(samples)
+        for name in _SUMS:
+            setattr(fresh, name, tensors[name])
+        for name in _COUNTS:
+            setattr(fresh, name, meta["counts"][name])
+        fresh.provenance = meta["provenance"]
+        return fresh
+
+    def add(self, index: Tensor, x0: Tensor) -> None:
+        """Note which samples a batch held."""
+        self.indices += index.tolist()
+        self.digests += digests(x0)
+
+    def save(self, moments: Moments, batch_size: int, skipped: list[str]) -> None:
+        """Replace the checkpoint."""
+        names = (*_SUMS, *_LEVELS)
+        tensors = {name: getattr(moments, name).to("cpu", copy=True).contiguous() for name in names}
+        tensors["indices"] = torch.tensor(self.indices, dtype=torch.int64)
+        tensors["digests"] = torch.tensor([_signed(value) for value in self.digests], dtype=torch.int64)
+        meta = {
+            "format": FORMAT,
+            "settings": _settings(moments),
+            "provenance": moments.provenance,
+            "counts": {name: getattr(moments, name) for name in _COUNTS},
+            "batch_size": batch_size,
+            "skipped": skipped,
+        }
+        write(self.file, to_bytes(tensors, {"trueup_run": json.dumps(meta)}))
+
+    @property
+    def position(self) -> int:
+        """Where in the data to go on."""
+        return self.indices[-1] + 1 if self.indices else 0
+
+    def _check_data(self, samples: Samples) -> None:
+        if not samples.indexed:
+            return
+        count = len(self.indices)
+        for k in sorted({round(i * (count - 1) / (_LOOKED_AT - 1)) for i in range(_LOOKED_AT)}):
+            try:
+                found = digests(samples.at(self.indices[k])[None])[0]
+            except (DataError, IndexError):
+                found = None
+            if found is None or _signed(found) != _signed(self.digests[k]):
+                raise DataError(
+                    f"sample {self.indices[k]} of {samples.name} is not what it was when {self.folder} was "
+                    "begun: put the images back, or use a new run directory"
+                )
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 == 1 else value
+
+
+def _settings(moments: Moments) -> dict[str, Any]:
+    """Everything that must not change within a run, as JSON has it."""
+    provenance = {k: v for k, v in moments.provenance.items() if k != "own_call"}
+    settings = {
+        **provenance,
+        "sample shape": moments.shape,
+        "set of levels": moments.t.tolist(),
+        "set of bands": moments.bands.edges,
+        "number of draws": moments.draws,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(settings))
+    return plain
+
+
+def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [name for name in {**one, **other} if one.get(name) != other.get(name)]

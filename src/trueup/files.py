@@ -1,0 +1,38 @@
+"""Writing files so that nothing is lost: to a temporary file first, then renamed into place."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from trueup.errors import TrueupError
+
+
+def write(path: Path, content: bytes, error: type[TrueupError] = TrueupError) -> None:
+    """Replace `path` by `content`, on the disk before the old file is gone; failures raise `error`."""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.tmp-")
+    except OSError as reason:
+        raise error(f"cannot write {path}: {reason.strerror or reason}") from None
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(name).chmod(0o666 & ~umask)  # mkstemp files are private; ours are not secrets
+        Path(name).replace(path)
+    except OSError as reason:
+        Path(name).unlink(missing_ok=True)
+        raise error(f"cannot write {path}: {reason.strerror or reason}") from None
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def remove_leftovers(path: Path) -> None:
+    """Delete temporary files of `write` that a killed process left beside `path`."""
+    for leftover in path.parent.glob(f".{path.name}.tmp-*"):
+        leftover.unlink(missing_ok=True)

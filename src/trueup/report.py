@@ -1,0 +1,92 @@
+"""A calibration for people and for machines: a small chart, and plain JSON values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from trueup.calibration import Calibration
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_HEIGHT = 5
+_COLUMN = 2
+
+
+def chart(calibration: Calibration, *, plain: bool = False) -> str:
+    """The miss over noise levels: the share of the loss that the correction removes, least noise at the left.
+
+    plain: only ASCII characters.
+    """
+    evidence = calibration.evidence
+    shares = [
+        max(0.0, gain / loss) if loss > 0 and math.isfinite(gain) else 0.0
+        for gain, loss in zip(evidence.gain.tolist(), evidence.loss.tolist(), strict=True)
+    ]
+    top = max(shares)
+    if top <= 0:
+        return "no noise level has a part of its loss that a correction surely removes"
+    blocks = "  ......##" if plain else _BLOCKS
+    lines = []
+    for row in reversed(range(_HEIGHT)):
+        cells = []
+        for share in shares:
+            filled = share / top * _HEIGHT - row  # in rows
+            step = min(8, max(0, round(8 * filled)))
+            if row == 0 and share > 0:
+                step = max(step, 1)  # something is something
+            cells.append(blocks[step] * _COLUMN)
+        label = f"{100 * top:.2g}%" if row == _HEIGHT - 1 else "0%" if row == 0 else ""
+        lines.append(f"{label:>6} {'|' if plain else '│'}{''.join(cells)}")
+    width = _COLUMN * len(shares)
+    t = calibration.t
+    ends = f"t={float(t[0]):.4g}", f"t={float(t[-1]):.4g}"
+    lines.append(f"{'':>6} {'+' if plain else '└'}{('-' if plain else '─') * width}")
+    lines.append(f"{'':>8}{ends[0]}{ends[1]:>{max(1, width - len(ends[0]))}}")
+    return "\n".join(["share of the loss that calibration removes, by noise level", *lines])
+
+
+def as_json(calibration: Calibration) -> dict[str, Any]:
+    """Everything `summary` says, as plain values; what is unknown is null."""
+    e, z = calibration.evidence, calibration.evidence.quantile
+    nats, error = e.bound_gain
+    levels = [
+        {
+            "t": t,
+            "lam": lam,
+            **{
+                name: _number(float(getattr(e, name)[row]))
+                for name in ("loss", "loss_se", "eta2", "eta2_low", "eta2_high", "gain", "gain_se")
+            },
+        }
+        for row, (t, lam) in enumerate(
+            zip(calibration.t.tolist(), calibration.correction.lam.tolist(), strict=True)
+        )
+    ]
+    return {
+        "verdict": calibration.verdict(),
+        "empty": calibration.empty,
+        "family": calibration.family,
+        "estimator": calibration.estimator,
+        "images": e.images,
+        "shape": list(calibration.shape),
+        "bound_gain": {
+            unit: {
+                "value": _number(scale * nats),
+                "low": _number(scale * (nats - z * error)),
+                "high": _number(scale * (nats + z * error)),
+            }
+            for unit, scale in (("nats", 1.0), ("bits_per_dim", e.bits_per_dim(1.0)))
+        },
+        "share_of_loss_removed": _number(calibration.explained()),
+        "levels": levels,
+        "model": calibration.provenance.get("model"),
+        "parametrization": calibration.provenance["parametrization"],
+        "process": calibration.process.kind,
+        "weights": calibration.provenance.get("weights"),
+        "seed": calibration.provenance.get("seed"),
+        "data_fingerprint": calibration.data_fingerprint,
+    }
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,429 @@
+"""The command line through the real command: what it prints, its exit codes, and that nothing is lost."""
+
+import json
+import os
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import trueup
+from trueup import cli
+from trueup.artifact import load
+
+diffusers = pytest.importorskip("diffusers")
+
+SIZE = 8
+
+
+def trueup_command(*arguments, **kwargs):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+    return subprocess.run(
+        [sys.executable, "-m", "trueup.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=300,
+        **kwargs,
+    )
+
+
+def refused(done, *words):
+    """One clear line on standard error, nothing on standard output, exit code 2."""
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("trueup")
+    for word in words:
+        assert word in lines[0]
+
+
+def network(**settings):
+    torch.manual_seed(0)
+    defaults = {
+        "sample_size": SIZE,
+        "in_channels": 1,
+        "out_channels": 1,
+        "layers_per_block": 1,
+        "block_out_channels": (8, 8),
+        "norm_num_groups": 4,
+        "down_block_types": ("DownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "UpBlock2D"),
+    }
+    return diffusers.UNet2DModel(**{**defaults, **settings}).eval()
+
+
+def save(net, folder):
+    net.save_pretrained(folder)
+    diffusers.DDPMScheduler(num_train_timesteps=1000).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save(network(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """40 pictures of smooth blobs."""
+    folder = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    i, j = np.mgrid[:SIZE, :SIZE]
+    for k in range(40):
+        cy, cx, width = rng.uniform(1, 6), rng.uniform(1, 6), rng.uniform(1, 3)
+        blob = 255 * np.exp(-((i - cy) ** 2 + (j - cx) ** 2) / (2 * width**2))
+        Image.fromarray(blob.astype(np.uint8)).save(folder / f"{k:03}.png")
+    return folder
+
+
+@pytest.fixture
+def some(images, tmp_path):
+    """A copy of a few pictures, to spoil."""
+    folder = tmp_path / "some"
+    folder.mkdir()
+    for path in sorted(images.iterdir())[:12]:
+        shutil.copy(path, folder)
+    return folder
+
+
+# --- the main job
+
+
+def test_calibrate_writes_a_calibration_that_fits_the_model(model, images, tmp_path):
+    out = tmp_path / "x.trueup.safetensors"
+    done = trueup_command("calibrate", model, "--data", images, "-o", out, "--trust")
+    assert done.returncode == 0, done.stderr
+    assert "verdict: " in done.stdout
+    assert "share of the loss that calibration removes" in done.stdout or "no noise level" in done.stdout
+    assert str(out) in done.stderr
+    cal = load(out)
+    assert cal.evidence.images == 40
+    net = diffusers.UNet2DModel.from_pretrained(model)
+    with trueup.attach(net, cal):
+        pass
+    inspected = trueup_command("inspect", out)
+    assert inspected.returncode == 0
+    assert cal.verdict() in inspected.stdout
+
+
+def test_json_is_alone_on_standard_output_and_says_what_the_library_says(model, images, tmp_path):
+    out = tmp_path / "x.trueup.safetensors"
+    done = trueup_command("calibrate", model, "--data", images, "-o", out, "--trust", "--json", "--seed", 3)
+    said = json.loads(done.stdout)
+    cal = trueup.calibrate(str(model), images, seed=3)
+    assert said["verdict"] == cal.verdict()
+    assert said["seed"] == 3
+    assert said["output"] == str(out)
+    assert [level["t"] for level in said["levels"]] == cal.t.tolist()
+    assert [level["loss"] for level in said["levels"]] == pytest.approx(cal.evidence.loss.tolist(), rel=1e-6)
+    nats, error = cal.evidence.bound_gain
+    assert said["bound_gain"]["nats"]["value"] == pytest.approx(nats, rel=1e-6)
+    assert said["bound_gain"]["nats"]["high"] == pytest.approx(nats + cal.evidence.quantile * error, rel=1e-6)
+    again = json.loads(trueup_command("inspect", out, "--json").stdout)
+    for one, other in zip(again["levels"], said["levels"], strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+
+
+def test_quiet_prints_the_verdict_and_nothing_else(model, images, tmp_path):
+    done = trueup_command(
+        "calibrate", model, "--data", images, "-o", tmp_path / "x", "--trust", "--quiet", "--images", 20
+    )
+    assert done.stdout.startswith("verdict: ")
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == ""
+
+
+def test_check_writes_nothing_and_fails_above(tmp_path):
+    before = sorted(tmp_path.iterdir())
+    base = ("check", "bundled:raw", "--data", "bundled:images", "--images", 24, "--quiet")
+    passed = trueup_command(*base, "--fail-above", 100, cwd=tmp_path)
+    assert passed.returncode == 0, passed.stderr
+    assert "miscalibrated" in passed.stdout
+    failed = trueup_command(*base, "--fail-above", 0, cwd=tmp_path)
+    assert failed.returncode == 1
+    assert "miscalibrated by at least" in failed.stderr
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("command", ["", "calibrate", "check", "inspect", "demo"])
+def test_help_opens_with_two_examples_the_parser_takes(command):
+    done = trueup_command(*command.split(), "--help")
+    assert done.returncode == 0
+    first, *lines = done.stdout.splitlines()
+    assert first == "examples:"
+    examples = [line.split("   ")[0].strip() for line in lines if line.startswith("  trueup")][:2]
+    assert len(examples) == 2
+    parser = cli._parser()
+    for example in examples:
+        options = parser.parse_args(shlex.split(example)[1:])
+        for name in ("model", "data"):
+            if hasattr(options, name):
+                assert cli._bundled(getattr(options, name)).exists()
+
+
+# --- resuming
+
+
+def test_more_images_are_added_without_redoing_the_first(model, images, tmp_path):
+    out, all_at_once = tmp_path / "x", tmp_path / "y"
+    base = ("calibrate", model, "--data", images, "--trust", "--quiet", "--batch-size", 10)
+    assert trueup_command(*base, "-o", out, "--images", 20).returncode == 0
+    run = Path(f"{out}.run") / "checkpoint.safetensors"
+    first = run.stat().st_mtime_ns
+    again = trueup_command(*base, "-o", out, "--images", 20, "--force")
+    assert again.returncode == 0
+    assert run.stat().st_mtime_ns == first  # nothing measured, nothing written
+    assert trueup_command(*base, "-o", out, "--images", 40, "--force").returncode == 0
+    assert trueup_command(*base, "-o", all_at_once, "--images", 40).returncode == 0
+    assert out.read_bytes() == all_at_once.read_bytes()
+    refused(trueup_command(*base, "-o", out, "--images", 30, "--force"), "measured 40 images already")
+
+
+def test_a_killed_run_goes_on_and_ends_the_same(model, images, tmp_path):
+    out, whole = tmp_path / "x", tmp_path / "whole"
+    base = ("calibrate", model, "--data", images, "--trust", "--quiet", "--batch-size", 4)
+    assert trueup_command(*base, "-o", whole).returncode == 0
+    checkpoint = Path(f"{out}.run") / "checkpoint.safetensors"
+    command = [sys.executable, "-m", "trueup.cli", *map(str, base), "-o", str(out)]
+    kills = 0
+    while kills < 3:
+        seen = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+        process = subprocess.Popen(
+            command,
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        while process.poll() is None:
+            if checkpoint.exists() and checkpoint.stat().st_mtime_ns != seen:
+                process.send_signal(signal.SIGKILL)  # while the next batch is measured
+                process.wait()
+                kills += 1
+                break
+            time.sleep(0.002)
+        else:
+            break
+    assert kills == 3
+    assert not out.exists()
+    assert trueup_command(*base, "-o", out).returncode == 0
+    assert out.read_bytes() == whole.read_bytes()
+
+
+def test_ctrl_c_says_how_to_go_on(model, images, tmp_path):
+    out = tmp_path / "x"
+    checkpoint = Path(f"{out}.run") / "checkpoint.safetensors"
+    command = ["calibrate", model, "--data", images, "--trust", "--batch-size", 1, "-o", out]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trueup.cli", *map(str, command)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    while not checkpoint.exists() and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in said.splitlines()[-1]
+    assert "run the same command again" in said.splitlines()[-1]
+    assert "Traceback" not in said
+    assert trueup_command(*command).returncode == 0
+
+
+def test_a_run_with_other_settings_or_images_is_refused(model, images, some, tmp_path):
+    out = tmp_path / "x"
+    base = ("calibrate", model, "-o", out, "--trust", "--quiet", "--force")
+    assert trueup_command(*base, "--data", some).returncode == 0
+    before = out.read_bytes()
+    refused(trueup_command(*base, "--data", some, "--seed", 1), "another seed", "new run directory")
+    refused(trueup_command(*base, "--data", some, "--flip"), "another transform")
+    shutil.copy(sorted(images.iterdir())[20], sorted(some.iterdir())[0])
+    refused(trueup_command(*base, "--data", some), "sample 0 of", "not what it was")
+    checkpoint = Path(f"{out}.run") / "checkpoint.safetensors"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:500])
+    refused(trueup_command(*base, "--data", some), "cannot be read", "delete the run directory")
+    assert out.read_bytes() == before
+
+
+# --- bad input: one clear line, exit code 2, nothing lost
+
+
+@pytest.fixture
+def calibrate(model, tmp_path):
+    def call(*more, data, net=model, **kwargs):
+        return trueup_command(
+            "calibrate", net, "--data", data, "-o", tmp_path / "x", "--quiet", "--trust", *more, **kwargs
+        )
+
+    return call
+
+
+def test_folders_that_are_missing_or_empty(calibrate, tmp_path):
+    (tmp_path / "empty").mkdir()
+    refused(calibrate(data=tmp_path / "nowhere"), "nowhere", "is not there")
+    refused(calibrate(data=tmp_path / "empty"), "holds no image")
+    assert not (tmp_path / "x").exists()
+
+
+def _corrupt(path):
+    path.write_bytes(b"not an image")
+
+
+def _truncate(path):
+    noise = np.random.default_rng(0).integers(0, 255, (SIZE, SIZE), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def _colour(path):
+    Image.new("RGB", (SIZE, SIZE), (255, 0, 0)).save(path)
+
+
+@pytest.mark.parametrize("spoil", [_corrupt, _truncate, _colour])
+def test_a_bad_image_among_good_ones_is_named_or_skipped(calibrate, some, spoil):
+    bad = sorted(some.iterdir())[5]
+    spoil(bad)
+    refused(calibrate(data=some), bad.name)
+    done = calibrate("--skip-bad", "--json", data=some)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["images"] == 11
+    assert len(said["skipped"]) == 1
+    assert bad.name in said["skipped"][0]
+
+
+def test_only_bad_images(calibrate, some):
+    for path in some.iterdir():
+        _corrupt(path)
+    refused(calibrate("--skip-bad", data=some), "holds no samples that can be used")
+
+
+def test_wrong_size_without_a_resize(calibrate, some):
+    Image.new("L", (10, 12)).save(some / "zz.png")
+    refused(calibrate(data=some), "zz.png", "12x10", "8x8", "resize")
+
+
+def test_a_model_without_a_scheduler(calibrate, images, model, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare)
+    (bare / "scheduler_config.json").unlink()
+    refused(calibrate(data=images, net=bare), "scheduler_config.json", "--scheduler")
+    assert calibrate("--scheduler", model, data=images, net=bare).returncode == 0
+
+
+def test_unknown_prediction_types(calibrate, images, model, tmp_path):
+    odd = tmp_path / "odd"
+    shutil.copytree(model, odd)
+    config = json.loads((odd / "scheduler_config.json").read_text())
+    (odd / "scheduler_config.json").write_text(json.dumps({**config, "prediction_type": "banana"}))
+    refused(calibrate(data=images, net=odd), "banana")
+    refused(calibrate("--prediction", "banana", data=images), "banana", "velocity")
+
+
+def test_networks_that_return_nonsense(calibrate, images, tmp_path):
+    spoiled = network()
+    with torch.no_grad():
+        spoiled.conv_out.weight.fill_(torch.nan)
+    refused(calibrate(data=images, net=save(spoiled, tmp_path / "nan")), "not finite")
+    with torch.no_grad():
+        spoiled.conv_out.weight.zero_()
+    refused(calibrate(data=images, net=save(spoiled, tmp_path / "constant")), "same values whatever")
+    wrong = save(network(out_channels=3), tmp_path / "wrong")
+    refused(calibrate(data=images, net=wrong), "takes 1 channels and returns 3")
+
+
+def test_models_that_are_none(calibrate, images, tmp_path):
+    refused(calibrate(data=images, net=tmp_path / "nowhere"), "nowhere", "not a directory")
+    refused(calibrate(data=images, net=images), "not a diffusers directory")
+
+
+def test_damaged_and_newer_artifacts(model, images, tmp_path):
+    out = tmp_path / "x.trueup.safetensors"
+    assert trueup_command("calibrate", model, "--data", images, "-o", out, "--trust").returncode == 0
+    good = out.read_bytes()
+    out.write_bytes(good[: len(good) // 2])
+    refused(trueup_command("inspect", out), "x.trueup.safetensors")
+    out.write_bytes(good[:-9] + bytes([good[-9] ^ 4]) + good[-8:])
+    refused(trueup_command("inspect", out), "checksum")
+    newer = good.replace(b'\\"format\\": 1', b'\\"format\\": 9')
+    assert newer != good
+    out.write_bytes(newer)
+    refused(trueup_command("inspect", out), "format 9", "upgrade trueup")
+    refused(trueup_command("inspect", tmp_path / "nowhere"), "does not exist")
+
+
+def test_an_existing_output_is_kept(calibrate, images, tmp_path):
+    (tmp_path / "x").write_text("precious")
+    refused(calibrate(data=images), "exists", "--force")
+    assert (tmp_path / "x").read_text() == "precious"
+
+
+def test_places_that_cannot_be_written(model, images, tmp_path):
+    base = ("calibrate", model, "--data", images, "--trust", "--quiet", "-o")
+    refused(trueup_command(*base, "/proc/x"), "/proc/x")
+    refused(trueup_command(*base, tmp_path / "nowhere" / "x"), "nowhere", "not a directory")
+    refused(trueup_command(*base, tmp_path), "is a directory")
+
+    def full_disk():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+    refused(trueup_command(*base, tmp_path / "x", preexec_fn=full_disk), "cannot write", "checkpoint")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--images", "0"], "at least 1"),
+        (["--images", "many"], "'many' is not a whole number"),
+        (["--images", "1.5"], "whole number"),
+        (["--batch-size", "-3"], "at least 1"),
+        (["--seed", "x"], "invalid int value"),
+        (["--device", "abacus"], "invalid choice"),
+        (["--data-range", "1,0"], "LOW must be below HIGH"),
+        (["--data-range", "low"], "is not LOW,HIGH"),
+        (["--family", "none"], "invalid choice"),
+        (["--frobnicate"], "unrecognized arguments"),
+    ],
+)
+def test_options_that_make_no_sense(capsys, options, words):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["calibrate", "m", "--data", "d", "-o", "o", *options])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has that device")
+def test_no_such_device(calibrate, images):
+    refused(calibrate("--device", "cuda", data=images), "no cuda device")
+
+
+def test_one_image_is_an_answer(calibrate, images):
+    done = calibrate("--images", 1, data=images)
+    assert done.returncode == 0
+    assert "1 image cannot confirm a correction" in done.stdout
+
+
+def test_a_calibration_of_other_weights_is_not_attached(model, images, tmp_path):
+    assert (
+        trueup_command("calibrate", model, "--data", images, "-o", tmp_path / "x", "--trust").returncode == 0
+    )
+    other = network()
+    with torch.no_grad():
+        other.conv_out.bias += 1
+    with pytest.raises(trueup.TrueupError, match="other weights"):
+        trueup.attach(other, tmp_path / "x")

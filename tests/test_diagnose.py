@@ -1,0 +1,170 @@
+"""Every usual mistake, made on purpose with a real network, is named; the right use is not."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import trueup
+from trueup.data import Batch, Samples
+from trueup.demo import BUNDLED
+from trueup.diagnose import diagnose
+from trueup.hf import as_denoiser
+from trueup.parametrization import Parametrization
+from trueup.process import DiscreteVP
+
+LINEAR = DiscreteVP.linear()
+COUNT = 16
+
+
+@pytest.fixture(scope="module")
+def ema():
+    return as_denoiser(BUNDLED / "ema")
+
+
+@pytest.fixture(scope="module")
+def batch(ema):
+    return next(Samples(np.load(BUNDLED / "images.npy"), ema.shape, ema.data_range).batches(COUNT))
+
+
+def axes(values):
+    return values.reshape(-1, 1, 1, 1).float()
+
+
+def of_unit_range(network):
+    """The network as it would be had it been trained on data in 0..1, exactly.
+
+    With y = (x + 1) / 2, y_t = alpha y + sigma eps is, stretched, x at the level with twice the noise.
+    """
+
+    def call(y_t, t):
+        t = t.double()
+        alpha, sigma = LINEAR.alpha(t), LINEAR.sigma(t)
+        lowest = float(LINEAR.lam(LINEAR.t_max))
+        noisier = LINEAR.t_of_lam((LINEAR.lam(t) - math.log(2)).clamp_min(lowest))
+        x_t = (2 * y_t - axes(alpha)) / axes((alpha**2 + 4 * sigma**2).sqrt())
+        return network(x_t, noisier.float()).sample
+
+    return call
+
+
+def of_velocity(network):
+    def call(x_t, t):
+        alpha, sigma = axes(LINEAR.alpha(t.double())), axes(LINEAR.sigma(t.double()))
+        return Parametrization("velocity").from_eps(network(x_t, t).sample, x_t, alpha, sigma)
+
+    return call
+
+
+def used(network, process=LINEAR, parametrization="noise", data_range=(-1.0, 1.0), shape=(1, 28, 28)):
+    return trueup.Denoiser(network, process, parametrization, shape, data_range=data_range)
+
+
+def changed(batch, x0):
+    return Batch(batch.index, x0, batch.y)
+
+
+@pytest.mark.parametrize("weights", ["raw", "ema"])
+def test_the_right_use_has_no_problem(weights, batch):
+    found = diagnose(as_denoiser(BUNDLED / weights), batch)
+    assert found.problem is None
+    assert found.score < 0.8
+    assert found.hints == []  # trained without flips, and it shows
+
+
+def test_the_range_of_the_model(ema, batch):
+    found = diagnose(used(of_unit_range(ema.network)), batch)
+    assert "--model-range 0,1" in found.problem
+    right = used(of_unit_range(ema.network), data_range=(0.0, 1.0))
+    assert diagnose(right, changed(batch, (batch.x0 + 1) / 2)).problem is None
+    wrong = used(ema.network, data_range=(0.0, 1.0))
+    assert "--model-range -1,1" in diagnose(wrong, changed(batch, (batch.x0 + 1) / 2)).problem
+
+
+def test_the_range_of_the_data(ema, batch):
+    found = diagnose(ema, changed(batch, (batch.x0 + 1) / 2))
+    assert "--data-range 0,1" in found.problem
+
+
+def test_the_prediction_type(ema, batch):
+    found = diagnose(used(of_velocity(ema.network)), batch)
+    assert "--prediction velocity" in found.problem
+    found = diagnose(used(ema.network, parametrization="velocity"), batch)
+    assert "--prediction noise" in found.problem
+
+
+@pytest.mark.parametrize("process", [DiscreteVP.scaled_linear(), DiscreteVP.cosine()])
+def test_the_betas(ema, batch, process):
+    found = diagnose(used(ema.network, process), batch)
+    assert "linear betas" in found.problem
+    assert "--scheduler" in found.problem
+
+
+def test_mirrored_images(ema):
+    samples = Samples(np.load(BUNDLED / "images.npy"), ema.shape, ema.data_range)
+    batch = next(samples.batches(32))
+    found = diagnose(ema, changed(batch, batch.x0.flip(-1)))
+    assert "mirror" in found.problem
+
+
+def test_a_forgotten_flip_is_a_hint(mixture):
+    """A mixture that holds every shape with its mirror image denoises both alike."""
+    means = torch.cat([mixture.means, mixture.means.flip(-1)])
+    both = trueup.analytic.GaussianMixture(means, std=0.5)
+    denoiser = both.denoiser(trueup.process.ContinuousVP())
+    denoiser.data_range = (-1.0, 1.0)
+    x0 = both.sample(COUNT).float()
+    batch = Batch(torch.arange(COUNT), x0, None)
+    found = diagnose(denoiser, batch)
+    assert found.problem is None
+    assert any("--flip" in hint for hint in found.hints)
+    assert diagnose(denoiser, batch, flip=True).hints == []
+
+
+class Channels(torch.nn.Module):
+    """A colour network out of a grey one: blue is the dark channel."""
+
+    gains = (1.0, 0.6, 0.2)
+
+    def __init__(self, grey):
+        super().__init__()
+        self.grey = grey
+
+    def forward(self, x_t, t):
+        out = []
+        for channel, gain in zip(x_t.unbind(1), self.gains, strict=True):
+            # channel = alpha g x + sigma eps = (noisier x), exactly, as in of_unit_range
+            alpha, sigma = LINEAR.alpha(t.double()), LINEAR.sigma(t.double())
+            lowest = float(LINEAR.lam(LINEAR.t_max))
+            noisier = LINEAR.t_of_lam((LINEAR.lam(t.double()) + math.log(gain)).clamp_min(lowest))
+            scaled = channel[:, None] / axes((gain**2 * alpha**2 + sigma**2).sqrt())
+            out.append(self.grey(scaled, noisier.float()).sample)
+        return torch.cat(out, 1)
+
+
+def test_bgr_for_rgb(ema, batch):
+    network = Channels(ema.network)
+    rgb = torch.cat([gain * batch.x0 for gain in network.gains], 1)
+    denoiser = used(network, shape=(3, 28, 28))
+    assert diagnose(denoiser, changed(batch, rgb)).problem is None
+    assert "BGR" in diagnose(denoiser, changed(batch, rgb.flip(1))).problem
+
+
+def test_unscaled_latents(ema, batch):
+    latents = used(ema.network, data_range=None)
+    assert diagnose(latents, batch).problem is None
+    found = diagnose(latents, changed(batch, batch.x0 / 0.18215))
+    assert "0.18215" in found.problem
+
+
+def test_another_network_altogether(batch):
+    found = diagnose(used(lambda x_t, t: torch.tanh(x_t)), batch)
+    assert "worse than a linear filter" in found.problem
+
+
+def test_few_images_say_nothing(ema, batch):
+    few = Batch(batch.index[:3], batch.x0[:3], None)
+    found = diagnose(ema, few)
+    assert found.problem is None
+    assert "fewer than 8" in found.hints[0]
