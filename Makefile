@@ -24,7 +24,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 demo: $(STAMP)
-	$(BIN)/python examples/known_bias.py
+	$(BIN)/trueup demo --out out
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trueup.calibration import Calibration
 from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
 from trueup.estimate import fit, measure
+from trueup.files import write
 from trueup.hf import as_denoiser
 from trueup.noise import normal
 from trueup.report import chart
@@ -118,4 +120,6 @@ def draw(rows: dict[str, Tensor], path: Path) -> None:
             pixels = ((image[0].clamp(-1, 1) + 1) * 127.5).round().byte().numpy()
             tile = Image.fromarray(pixels).resize((width * _ZOOM, height * _ZOOM), Image.Resampling.BICUBIC)
             sheet.paste(tile, (label + j * cell_w, i * cell_h))
-    sheet.save(path)
+    content = io.BytesIO()
+    sheet.save(content, "PNG")
+    write(path, content.getvalue())

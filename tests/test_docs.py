@@ -1,0 +1,49 @@
+"""The code in README and guide runs as it stands."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+diffusers = pytest.importorskip("diffusers")
+ROOT = Path(__file__).parent.parent
+BLOCKS = {
+    f"{name} {k}": code
+    for name in ("README.md", "docs/guide.md")
+    for k, code in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S))
+    if "my_module" not in code  # a fragment: it shows where things go
+}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with what the documents call my-model and my-images, and a calibration for the second of them."""
+    torch.manual_seed(0)
+    unet = diffusers.UNet2DModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+    )
+    diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(tmp_path / "my-model")
+    (tmp_path / "my-images").mkdir()
+    for k, picture in enumerate(np.random.default_rng(0).integers(0, 256, (24, 8, 8, 3), dtype=np.uint8)):
+        Image.fromarray(picture).save(tmp_path / "my-images" / f"{k}.png")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_code_runs(name, here):
+    import trueup
+
+    code = BLOCKS[name]
+    if "calibrate" not in code:
+        trueup.calibrate("my-model", "my-images", levels=[0, 500, 999]).save("my-model.trueup.safetensors")
+    exec(compile(code, name, "exec"), {"__name__": "__main__"})
+    assert list(here.glob("*.trueup.safetensors"))
