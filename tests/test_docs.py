@@ -20,7 +20,7 @@ BLOCKS = {
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder with what the documents call my-model and my-images, and a calibration for the second of them."""
+    """A folder with what the documents call my-model and my-images."""
     torch.manual_seed(0)
     unet = diffusers.UNet2DModel(
         sample_size=8,
