@@ -2,8 +2,8 @@
 
     python benchmarks/memory.py
 
-Peak resident memory of `trueup calibrate` in a process of its own, over two numbers of small pictures read
-from a folder, with a small diffusers network so that the pictures are what there is to hold.
+Peak resident memory of `trueup.calibrate` with a run directory, in a process of its own, over two numbers of
+small pictures read from a folder, with a small network, so that the pictures are what there is to hold.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from PIL import Image
 
 from common import table
 
-_COMMAND = "import resource, sys; from trueup.cli import main; code = main(sys.argv[1:]); "
-_COMMAND += (
-    "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr); sys.exit(code)"
-)
+_CALIBRATE = """
+import resource, sys, trueup
+model, data, count = sys.argv[1:]
+settings = {"images": int(count), "levels": [100, 500, 900], "batch_size": 256}
+trueup.calibrate(model, data, run=f"{model}.{count}", **settings)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
 
 
 def main() -> None:
@@ -39,8 +42,9 @@ def main() -> None:
             in_channels=1,
             out_channels=1,
             layers_per_block=1,
-            block_out_channels=(4,),
+            block_out_channels=(8,),
             norm_num_groups=4,
+            add_attention=False,
             down_block_types=("DownBlock2D",),
             up_block_types=("UpBlock2D",),
         )
@@ -57,22 +61,12 @@ def main() -> None:
         peaks = []
         for count in (few, many):
             done = subprocess.run(
-                [sys.executable, "-c", _COMMAND, "calibrate", folder / "model", "--data", folder / "images"]
-                + [
-                    "--images",
-                    str(count),
-                    "--batch-size",
-                    "256",
-                    "--trust",
-                    "--quiet",
-                    "-o",
-                    folder / f"{count}",
-                ],
+                [sys.executable, "-c", _CALIBRATE, folder / "model", folder / "images", str(count)],
                 check=True,
                 capture_output=True,
                 text=True,
             )
-            peaks.append(int(done.stderr.split("peak ")[1]) / 1024)
+            peaks.append(int(done.stdout) / 1024)
             rows.append([f"{count:,}", f"{peaks[-1]:.0f} MiB"])
     print(table([*rows, ["ratio", f"{peaks[1] / peaks[0]:.3f}"]]))
 

@@ -131,7 +131,7 @@ def _evaluate(denoiser: Denoiser, batch: Batch, process: NoiseProcess, x0: Tenso
 
 
 def _wiener_loss(x0: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-    """Loss of the best filter per channel and band, alpha^2 v / (alpha^2 v + sigma^2) a coefficient, (L,)."""
+    """Loss of the best filter per channel and band, equation 29, (L,)."""
     bands = Bands(x0.shape[2:])
     z = bands.dct(x0.float()).flatten(2).double()  # (B, C, K)
     variance = bands.sum((z - z.mean(0)).square()).sum(0) / (len(z) - 1) / bands.sizes  # (C, bands)

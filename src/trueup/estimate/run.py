@@ -8,6 +8,7 @@ is all that is lost.
 from __future__ import annotations
 
 import json
+from array import array
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -35,8 +36,8 @@ class Run:
     """A run directory in use by this process alone. `with Run(folder) as run: ...`"""
 
     folder: str | PathLike[str]
-    indices: list[int] = field(default_factory=list)  # the samples measured so far, and their digests
-    digests: list[int] = field(default_factory=list)
+    indices: array[int] = field(default_factory=lambda: array("q"))  # the samples measured so far
+    digests: array[int] = field(default_factory=lambda: array("q"))  # and what was in them
     skipped: list[str] = field(default_factory=list)
     batch_size: int | None = None
 
@@ -81,7 +82,7 @@ class Run:
             shapes = {name: getattr(fresh, name).shape for name in (*_SUMS, *_LEVELS)}
             if not other and {n: v.shape for n, v in tensors.items() if n in shapes} != shapes:
                 raise ValueError("its sums have the wrong shape")
-            self.indices, self.digests = tensors["indices"].tolist(), tensors["digests"].tolist()
+            self.indices, self.digests = (array("q", tensors[n].tolist()) for n in ("indices", "digests"))
             self.skipped, self.batch_size = list(meta["skipped"]), meta["batch_size"]
         except (SafetensorError, OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise TrueupError(
@@ -103,15 +104,15 @@ class Run:
 
     def add(self, index: Tensor, x0: Tensor) -> None:
         """Note which samples a batch held."""
-        self.indices += index.tolist()
-        self.digests += digests(x0)
+        self.indices.extend(index.tolist())
+        self.digests.extend(_signed(value) for value in digests(x0))
 
     def save(self, moments: Moments, batch_size: int, skipped: list[str]) -> None:
         """Replace the checkpoint."""
         names = (*_SUMS, *_LEVELS)
         tensors = {name: getattr(moments, name).to("cpu", copy=True).contiguous() for name in names}
         tensors["indices"] = torch.tensor(self.indices, dtype=torch.int64)
-        tensors["digests"] = torch.tensor([_signed(value) for value in self.digests], dtype=torch.int64)
+        tensors["digests"] = torch.tensor(self.digests, dtype=torch.int64)
         meta = {
             "format": FORMAT,
             "settings": _settings(moments),
@@ -136,7 +137,7 @@ class Run:
                 found = digests(samples.at(self.indices[k])[None])[0]
             except (DataError, IndexError):
                 found = None
-            if found is None or _signed(found) != _signed(self.digests[k]):
+            if found is None or _signed(found) != self.digests[k]:
                 raise DataError(
                     f"sample {self.indices[k]} of {samples.name} is not what it was when {self.folder} was "
                     "begun: put the images back, or use a new run directory"
