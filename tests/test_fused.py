@@ -97,3 +97,29 @@ def test_an_attached_network_uses_it_on_a_gpu(fused, monkeypatch):
         network.float()
     assert torch.allclose(fast, slow, atol=1e-5)
     assert torch.allclose(half, slow, atol=2e-2)
+
+
+def test_it_leaves_forward_mode_derivatives_to_the_operations(fused):
+    image = torch.zeros(2, 3, 8, 8)
+    with torch.autograd.forward_ad.dual_level():
+        assert not fused.fits(torch.autograd.forward_ad.make_dual(image, image), image)
+    assert torch.func.vmap(lambda x: torch.tensor(fused.fits(x[None], x[None])))(image).any().item() is False
+    assert fused.fits(image, image)
+
+
+def test_a_size_the_gpu_cannot_hold_is_left_to_the_operations(fused, monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    class Fails:
+        def __getitem__(self, grid):
+            def launch(*args, **kwargs):
+                raise OutOfResources(81920, 65536, "shared memory")
+
+            return launch
+
+    monkeypatch.setattr(fused, "_correct", Fails())
+    image, matrices = torch.zeros(1, 1, 8, 8, device=DEVICE), [torch.eye(8, device=DEVICE)] * 2
+    assert fused.fits(image, image)
+    assert fused.correct(image, image, torch.zeros(1, 256, device=DEVICE), matrices) is None
+    assert not fused.fits(image, image)
+    fused._TOO_LARGE.clear()

@@ -70,8 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     from trueup.errors import TrueupError
 
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to fail
+    code = 141
     try:
-        code: int = options.command(options)
+        code = options.command(options)
         sys.stdout.flush()
         return code
     except TrueupError as error:
@@ -83,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return code
     except Exception as error:
         if os.environ.get("TRUEUP_DEBUG"):
             raise
@@ -208,14 +212,15 @@ def _calibrate(options: argparse.Namespace) -> int:
     if not os.access(output.parent, os.W_OK):
         raise TrueupError(f"cannot write in {output.parent}")
     denoiser = _denoiser(options)
-    problem = _diagnose(denoiser, options)
-    if problem and not options.trust:
+    begun = (run / "checkpoint.safetensors").exists()  # then it was looked at
+    problem = None if begun or options.trust else _diagnose(denoiser, options)
+    if problem:
         raise TrueupError(f"{problem} (or pass --trust to calibrate as it is)")
     options.resume = f": what was measured is in {run}; run the same command again to go on"
     moments = _moments(denoiser, options, run)
     calibration = _fit(moments, options)
     calibration.save(output)
-    _report(calibration, options, {"output": str(output), "run": str(run), "problem": problem})
+    _report(calibration, options, {"output": str(output), "run": str(run)})
     _say(
         options,
         f"wrote {output}; {run} keeps the measurements (delete it, or add images with a larger --images)",
@@ -325,7 +330,8 @@ def _diagnose(denoiser: Denoiser, options: argparse.Namespace) -> str | None:
     batch = next(samples.batches(min(IMAGES, options.images), limit=options.images), None)
     if batch is None:
         return None  # measuring says what is wrong
-    found = diagnose(denoiser, batch, flip=options.flip)
+    _say(options, f"looking for the usual mistakes on {len(batch.index)} images")
+    found = diagnose(denoiser, batch, flip=options.flip, batch_size=options.batch_size)
     for hint in found.hints:
         _say(options, f"note: {hint}")
     return found.problem
@@ -371,7 +377,7 @@ def _fit(moments: Moments, options: argparse.Namespace) -> Calibration:
 
 def _report(calibration: Calibration, options: argparse.Namespace, more: dict[str, Any]) -> None:
     """The table, the chart and the verdict; or JSON."""
-    from trueup.report import as_json, chart
+    from trueup.report import as_json, plain_output, show
 
     if options.json:
         print(
@@ -381,10 +387,7 @@ def _report(calibration: Calibration, options: argparse.Namespace, more: dict[st
     if options.quiet:
         print(f"verdict: {calibration.verdict()}")
         return
-    plain = not (getattr(sys.stdout, "encoding", "") or "").lower().startswith("utf")
-    summary = calibration.summary().replace("±", "+-") if plain else calibration.summary()
-    table, verdict = summary.rsplit("\nverdict:", 1)
-    print(f"{table}\n\n{chart(calibration, plain=plain)}\n\nverdict:{verdict}")
+    print(show(calibration, plain=plain_output()))
 
 
 def _say(options: argparse.Namespace, line: str) -> None:

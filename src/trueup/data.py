@@ -89,9 +89,10 @@ class Samples:
         self.transform = transform or Transform()
         self.source, self.labels, self.name = open_source(source)
         self.indexed = is_indexed(self.source)
-        self._signed = False  # whether float samples have shown that they use the model's range
+        self.signed = False  # whether float samples have shown that they use the model's range
         self._once = enumerate(self._unbatched()) if isinstance(self.source, Iterator) else None
         self._position = 0  # how far a generator was read
+        self.position = 0  # the first sample not yet read, bad ones included
 
     def __len__(self) -> int:
         """How many samples there are; raises TypeError for a stream."""
@@ -112,6 +113,7 @@ class Samples:
         rows: list[tuple[int, Tensor, Any]] = []
         left = math.inf if limit is None else limit
         for index, item in self._items(start, stop) if left > 0 else ():
+            self.position = index + 1
             image, label = split_row(item)
             if self.labels is not None:
                 label = self.labels[index]
@@ -245,8 +247,8 @@ class Samples:
         """
         assert self.model_range is not None
         low, high = self.model_range
-        self._signed = self._signed or float(x0.min()) < low / 2
-        if low < 0 and not self._signed and float(x0.min()) >= 0 and float(x0.max()) <= high:
+        self.signed = self.signed or float(x0.min()) < low / 2
+        if low < 0 and not self.signed and float(x0.min()) >= 0 and float(x0.max()) <= high:
             raise DataError(
                 f"{where} is floating point with no value below 0, and the model takes {low:g}..{high:g}: "
                 f"pass data_range=(0, 1), or data_range=({low:g}, {high:g}) if that is how it is meant"

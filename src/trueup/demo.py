@@ -20,7 +20,7 @@ from trueup.estimate import fit, measure
 from trueup.files import write
 from trueup.hf import as_denoiser
 from trueup.noise import normal
-from trueup.report import chart
+from trueup.report import plain_output, show
 
 BUNDLED = Path(__file__).parent / "bundled"
 IMAGES = 200
@@ -46,10 +46,9 @@ def run(out: Path, *, seed: int = 0, device: str = "cpu", progress: bool | None 
         raw, pictures, images=IMAGES, seed=seed, run=out / f"seed-{seed}.run", progress=progress
     )
     shift, spectral = (fit(moments, family=family) for family in ("shift", "spectral"))
-    file = out / "raw.trueup.safetensors"
+    file = out / "demo.trueup.safetensors"
     spectral.save(file)
-    table, verdict = spectral.summary().rsplit("\nverdict:", 1)
-    print(f"{table}\n\n{chart(spectral)}\n\nverdict:{verdict}\n")
+    print(f"{show(spectral, plain=plain_output())}\n")
 
     rows: list[tuple[str, Denoiser, Calibration | None]] = [
         ("uncalibrated", raw, None),

@@ -18,7 +18,8 @@ from torch import Tensor
 from trueup.bands import Bands
 from trueup.data import Batch
 from trueup.denoiser import Denoiser
-from trueup.errors import ModelError
+from trueup.errors import DataError, ModelError
+from trueup.estimate.collect import default_batch_size, out_of_memory
 from trueup.noise import level_key, normal
 from trueup.parametrization import Parametrization
 from trueup.process import DiscreteVP, NoiseProcess
@@ -48,13 +49,18 @@ class _Hypothesis:
 
 
 @torch.inference_mode()
-def diagnose(denoiser: Denoiser, batch: Batch, *, flip: bool = False) -> Diagnosis:
-    """Try the usual mistakes on a few images, 16 to 32 of them say enough."""
+def diagnose(
+    denoiser: Denoiser, batch: Batch, *, flip: bool = False, batch_size: int | None = None
+) -> Diagnosis:
+    """Try the usual mistakes on a few images, of which 16 to 32 say enough; flip: some are mirrored."""
+    if denoiser.conditional and batch.y is None:
+        raise DataError("the network is conditional: the data must come with labels")
     if len(batch.index) < 8:
         return Diagnosis(float("nan"), hints=["fewer than 8 images: not looked for the usual mistakes"])
     process, parametrization = denoiser.process, denoiser.parametrization
+    size = batch_size or default_batch_size(denoiser)
     with denoiser.evaluating():
-        as_given = _evaluate(denoiser, batch, process, batch.x0)
+        as_given = _evaluate(denoiser, batch, process, batch.x0, size)
         given = as_given.scores(parametrization)
         best, problem = given, None
         for guess in _hypotheses(denoiser, batch.x0):
@@ -62,13 +68,14 @@ def diagnose(denoiser: Denoiser, batch: Batch, *, flip: bool = False) -> Diagnos
                 evaluated = as_given  # only read differently
             else:
                 x0 = guess.transform(batch.x0) if guess.transform else batch.x0
-                evaluated = _evaluate(denoiser, batch, guess.process, x0)
+                evaluated = _evaluate(denoiser, batch, guess.process, x0, size)
             tried = evaluated.scores(guess.parametrization)
             if tried.mean() < min(1.0, float(best.mean())) and _surely_better(tried, given):
                 best, problem = tried, guess.mistake
         mirrored = None
         if denoiser.data_range is not None and batch.x0.ndim == 4 and not flip:
-            mirrored = _evaluate(denoiser, batch, process, batch.x0.flip(-1)).scores(parametrization)
+            flipped = _evaluate(denoiser, batch, process, batch.x0.flip(-1), size)
+            mirrored = flipped.scores(parametrization)
     result = Diagnosis(float(given.mean()), problem)
     if problem is None and mirrored is not None:
         if _surely_better(mirrored, given):
@@ -109,7 +116,23 @@ class _Evaluated:
         return (loss / self.reference.clamp_min(1e-12)[:, None]).mean(0)
 
 
-def _evaluate(denoiser: Denoiser, batch: Batch, process: NoiseProcess, x0: Tensor) -> _Evaluated:
+def _in_parts(denoiser: Denoiser, x_t: Tensor, t: Tensor, y: Tensor | None, size: int) -> Tensor:
+    """The network's outputs, so many samples at a time, fewer if they do not fit."""
+    try:
+        parts = [
+            denoiser(part, t.expand(len(part)), None if y is None else y[start : start + size]).float()
+            for start, part in zip(range(0, len(x_t), size), x_t.split(size), strict=True)
+        ]
+        return torch.cat(parts)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error) or size == 1:
+            raise
+    return _in_parts(denoiser, x_t, t, y, (size + 1) // 2)
+
+
+def _evaluate(
+    denoiser: Denoiser, batch: Batch, process: NoiseProcess, x0: Tensor, batch_size: int
+) -> _Evaluated:
     device = denoiser.device
     lam = torch.tensor(_LAM, dtype=torch.float64)
     lowest, highest = float(process.lam(process.t_max)), float(process.lam(process.t_min))
@@ -122,8 +145,9 @@ def _evaluate(denoiser: Denoiser, batch: Batch, process: NoiseProcess, x0: Tenso
     x_t = alpha * x0.to(device) + sigma * eps
     times = t.to(device, torch.int64 if denoiser.process.integer_times else torch.float32)
     y = batch.y.to(device) if batch.y is not None else None
-    outputs = [denoiser(x, time.expand(len(x0)), y).float() for x, time in zip(x_t, times, strict=True)]
-    output = torch.stack(outputs)
+    output = torch.stack(
+        [_in_parts(denoiser, x, time, y, batch_size) for x, time in zip(x_t, times, strict=True)]
+    )
     if not torch.isfinite(output).all():
         bad = float(t[~torch.isfinite(output).flatten(1).all(1).cpu()][0])
         raise ModelError(f"the network returned values that are not finite at t = {bad:g}")

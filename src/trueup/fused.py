@@ -13,7 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd import forward_ad
 
+_TOO_LARGE: set[tuple[Any, ...]] = set()  # (device, height, width) for which a GPU has too little memory
 LARGEST = 64  # pixels along an axis: what two images and two matrices of one program may take
 
 
@@ -78,8 +80,12 @@ def fits(output: Tensor, x_t: Tensor) -> bool:
         and output.dtype != torch.float64
         and _images_are_contiguous(output)
         and x_t.shape == output.shape
+        and x_t.device == output.device
         and _images_are_contiguous(x_t)
         and not (torch.is_grad_enabled() and (output.requires_grad or x_t.requires_grad))
+        and forward_ad._current_level < 0
+        and not torch._C._are_functorch_transforms_active()
+        and (output.device, *output.shape[2:]) not in _TOO_LARGE
     )
 
 
@@ -88,8 +94,11 @@ def _images_are_contiguous(x: Tensor) -> bool:
     return x.stride()[1:] == (height * width, width, 1)
 
 
-def correct(output: Tensor, x_t: Tensor, rows: Tensor, matrices: list[Tensor]) -> Tensor:
-    """The corrected output. rows: (B or 1, C, constant and gain, output and input, *box), flat."""
+def correct(output: Tensor, x_t: Tensor, rows: Tensor, matrices: list[Tensor]) -> Tensor | None:
+    """The corrected output, or None where this GPU cannot hold an image of that size.
+
+    rows: (B or 1, C, constant and gain, output and input, *box), flat.
+    """
     batch, channels, height, width = output.shape
     left, right = matrices  # (box, pixels) each
     corrected = torch.empty((batch, channels, height, width), device=output.device, dtype=output.dtype)
@@ -99,7 +108,7 @@ def correct(output: Tensor, x_t: Tensor, rows: Tensor, matrices: list[Tensor]) -
         with torch.cuda.device(output.device):
             return correct(output, x_t, rows, matrices)
     kernel: Any = _correct[(batch, channels)]
-    kernel(
+    arguments = (
         output,
         x_t,
         rows,
@@ -114,10 +123,13 @@ def correct(output: Tensor, x_t: Tensor, rows: Tensor, matrices: list[Tensor]) -
         width,
         left.shape[0],
         right.shape[0],
-        H=max(16, triton.next_power_of_2(height)),
-        W=max(16, triton.next_power_of_2(width)),
-        num_warps=4,
     )
+    tile = {"H": max(16, triton.next_power_of_2(height)), "W": max(16, triton.next_power_of_2(width))}
+    try:
+        kernel(*arguments, **tile, num_warps=4)
+    except triton.runtime.errors.OutOfResources:
+        _TOO_LARGE.add((output.device, height, width))
+        return None
     return corrected
 
 

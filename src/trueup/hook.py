@@ -117,7 +117,9 @@ class CorrectOutput:
         tables = self._tables(output.device, dtype)
         rows = self._rows(t, len(output), tables)
         if tables.fused and not torch.compiler.is_compiling() and tables.fused.fits(output, x_t):
-            return tables.fused.correct(output, x_t, rows, tables.forward)
+            corrected: Tensor | None = tables.fused.correct(output, x_t, rows, tables.forward)
+            if corrected is not None:
+                return corrected
         wide = output.to(dtype)
         if self.constant:
             return (wide - rows.view(-1, *self.shape)).to(output.dtype)

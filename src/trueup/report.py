@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 from trueup.calibration import Calibration
@@ -10,6 +11,18 @@ from trueup.calibration import Calibration
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _HEIGHT = 5
 _COLUMN = 2
+
+
+def show(calibration: Calibration, *, plain: bool = False) -> str:
+    """Table, chart and verdict."""
+    table, verdict = calibration.summary().rsplit("\nverdict:", 1)
+    text = f"{table}\n\n{chart(calibration, plain=plain)}\n\nverdict:{verdict}"
+    return text.replace("±", "+-") if plain else text
+
+
+def plain_output() -> bool:
+    """Whether standard output takes no more than ASCII."""
+    return not (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
 
 
 def chart(calibration: Calibration, *, plain: bool = False) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from os import PathLike
@@ -22,6 +23,8 @@ from trueup.noise import level_key, level_keys, normal, normals
 from trueup.process import NoiseProcess
 
 LEVEL_SPACING = 0.4  # in lam; docs/results.md shows what interpolating over it costs
+_CHEAP = 0.1  # seconds: a checkpoint that takes no longer is written after every batch
+_SAVING = 10.0  # others when so many times as long was spent measuring
 _AT_ONCE = 2**21  # values of x_t at levels whose bookkeeping is done together; at least one level's
 
 
@@ -85,6 +88,7 @@ def measure(
             raise DataError(f"{name} is a whole number of at least 1, not {value!r}")
     transform = Transform(resize, crop, flip, data_range)
     samples = Samples(data, denoiser.shape, denoiser.data_range, transform, skip_bad)
+    seed = int(seed)
     fresh = _empty(denoiser, levels, seed, antithetic, edges, transform)
     with Run(run) if run is not None else nullcontext() as kept:
         moments = _measure(denoiser, samples, fresh, images, mean_images, seed, batch_size, kept, progress)
@@ -104,11 +108,8 @@ def _measure(
     run: Run | None,
     progress: bool | None,
 ) -> Moments:
-    position = 0
     if run is not None:
         moments = run.resume(moments, samples)
-        position = run.position
-        samples.skipped = run.skipped
         batch_size = batch_size or run.batch_size
     if images is not None and moments.images > images:
         raise DataError(
@@ -119,29 +120,44 @@ def _measure(
     if denoiser.device.type != "mps":  # which has no float64
         moments = moments.to(denoiser.device)
     left = None if images is None else images - moments.images
+    saved, cost = time.monotonic(), 0.0  # when the last checkpoint was written, and how long that took
     with denoiser.evaluating(), _Progress(samples, images, moments, progress) as bar:
-        for batch in samples.batches(read_size, position, limit=left):
+        for batch in samples.batches(read_size, samples.position, limit=left):
+            if denoiser.conditional and batch.y is None:
+                raise DataError("the network is conditional: the data must come with labels")
             check_finite(moments)  # of the batch before: its last evaluations ran while this one was read
             if moments.images == 0:
                 check_responds(denoiser, batch, seed)
                 moments.provenance["own_call"] = _own_call(denoiser, batch, float(moments.t[0]))
             size = add_batch(moments, denoiser, batch, seed, size)
-            position = int(batch.index[-1]) + 1
             if run is not None:
-                check_finite(moments)
                 run.add(batch.index, batch.x0)
-                run.save(moments, size, samples.skipped)
+                if cost < _CHEAP or time.monotonic() - saved >= _SAVING * cost:
+                    check_finite(moments)
+                    started = time.monotonic()
+                    run.save(moments, size, samples)
+                    saved = time.monotonic()
+                    cost = saved - started
             bar.update(len(batch.index))
     check_finite(moments)
+    if run is not None and samples.position != run.position:
+        run.save(moments, size, samples)
     moments = moments.to("cpu")
     if moments.images == 0:
         raise DataError(
             f"{samples.name} holds no samples"
             + (f" that can be used: {samples.skipped[0]}" if samples.skipped else "")
         )
-    for batch in samples.batches(256, position, limit=mean_images):
+    for batch in samples.batches(256, samples.position, limit=mean_images):
         moments.add_data(batch.x0, digest(batch.x0))
     return moments
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on whatever device."""
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    words = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
+    return known or any(word in str(error) for word in words)
 
 
 def default_batch_size(denoiser: Denoiser) -> int:
@@ -200,8 +216,6 @@ def add_batch(
     moments: Moments, denoiser: Denoiser, batch: Batch, seed: int, at_most: int | None = None
 ) -> int:
     """Add one batch of samples at every level, `at_most` of them at a time; returns how many fitted."""
-    if denoiser.conditional and batch.y is None:
-        raise DataError("the network is conditional: the data must come with labels")
     device = denoiser.device
     # Copies to a device wait for it, so there are none between here and the last evaluation.
     x0, index = batch.x0.to(device), batch.index.to(device)
@@ -244,7 +258,7 @@ def _add_rows(
             _add_levels(moments, denoiser, rows, seed, levels, slice(start, start + at_once))
             continue
         except (RuntimeError, MemoryError) as error:
-            if not _out_of_memory(error):
+            if not out_of_memory(error):
                 raise
             if len(rows.index) == 1:
                 raise ModelError("not enough memory to evaluate the network on a single sample") from None
@@ -279,11 +293,6 @@ def _add_levels(
         )
 
 
-def _out_of_memory(error: BaseException) -> bool:
-    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return known or "out of memory" in str(error) or "can't allocate memory" in str(error)
-
-
 def check_finite(moments: Moments) -> None:
     """Raise if the network returned nonsense. Waits for the device, so it is asked once a batch, late."""
     finite = torch.isfinite(moments.second).all(-1).all(-1).all(-1).all(0).cpu()
@@ -298,14 +307,14 @@ def check_responds(denoiser: Denoiser, batch: Batch, seed: int) -> None:
     process = denoiser.process
     t = process.snap(process.t_of_lam(torch.tensor([1.0, -1.0], dtype=torch.float64)))
     outputs = []
-    for level, time in enumerate(_times(t, process, denoiser.device)):
+    for level, at in enumerate(_times(t, process, denoiser.device)):
         alpha, sigma = (float(v) for v in (process.alpha(t[level]), process.sigma(t[level])))
         for row in range(min(2, len(batch.index))):
             one = slice(row, row + 1)
             eps = normal(seed, batch.index[one], level_key(float(t[level])), denoiser.shape, denoiser.device)
             x_t = alpha * batch.x0[one].to(denoiser.device) + sigma * eps
             y = batch.y[one].to(denoiser.device) if batch.y is not None else None
-            outputs.append(denoiser(x_t, time.reshape(1), y))
+            outputs.append(denoiser(x_t, at.reshape(1), y))
     if all(torch.equal(output, outputs[0]) for output in outputs):
         raise ModelError("the network returns the same values whatever it is given: are its weights loaded?")
 

@@ -40,6 +40,7 @@ class Run:
     digests: array[int] = field(default_factory=lambda: array("q"))  # and what was in them
     skipped: list[str] = field(default_factory=list)
     batch_size: int | None = None
+    position: int = 0  # where in the data to go on
 
     @property
     def file(self) -> Path:
@@ -59,9 +60,11 @@ class Run:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
         except ImportError:  # not on Windows
             pass
-        except OSError:
+        except BlockingIOError:
             self._lock.close()
             raise TrueupError(f"another process is working in {folder}: wait for it, or stop it") from None
+        except OSError:  # a file system that cannot lock
+            pass
         remove_leftovers(self.file)
         return self
 
@@ -84,6 +87,7 @@ class Run:
                 raise ValueError("its sums have the wrong shape")
             self.indices, self.digests = (array("q", tensors[n].tolist()) for n in ("indices", "digests"))
             self.skipped, self.batch_size = list(meta["skipped"]), meta["batch_size"]
+            self.position, signed = meta["position"], meta["signed"]
         except (SafetensorError, OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise TrueupError(
                 f"{self.file} cannot be read ({' '.join(str(error).split())[:100]}): "
@@ -94,7 +98,9 @@ class Run:
                 f"{self.folder} was begun with another {' and another '.join(other)}: "
                 "repeat those settings, or use a new run directory"
             )
+        samples.signed = signed
         self._check_data(samples)
+        samples.skipped, samples.position = list(self.skipped), self.position
         for name in _SUMS:
             setattr(fresh, name, tensors[name])
         for name in _COUNTS:
@@ -107,7 +113,7 @@ class Run:
         self.indices.extend(index.tolist())
         self.digests.extend(_signed(value) for value in digests(x0))
 
-    def save(self, moments: Moments, batch_size: int, skipped: list[str]) -> None:
+    def save(self, moments: Moments, batch_size: int, samples: Samples) -> None:
         """Replace the checkpoint."""
         names = (*_SUMS, *_LEVELS)
         tensors = {name: getattr(moments, name).to("cpu", copy=True).contiguous() for name in names}
@@ -119,29 +125,39 @@ class Run:
             "provenance": moments.provenance,
             "counts": {name: getattr(moments, name) for name in _COUNTS},
             "batch_size": batch_size,
-            "skipped": skipped,
+            "position": samples.position,
+            "skipped": samples.skipped,
+            "signed": samples.signed,
         }
         write(self.file, to_bytes(tensors, {"trueup_run": json.dumps(meta)}))
-
-    @property
-    def position(self) -> int:
-        """Where in the data to go on."""
-        return self.indices[-1] + 1 if self.indices else 0
+        self.position = samples.position
 
     def _check_data(self, samples: Samples) -> None:
-        if not samples.indexed:
-            return
-        count = len(self.indices)
-        for k in sorted({round(i * (count - 1) / (_LOOKED_AT - 1)) for i in range(_LOOKED_AT)}):
-            try:
-                found = digests(samples.at(self.indices[k])[None])[0]
-            except (DataError, IndexError):
-                found = None
-            if found is None or _signed(found) != self.digests[k]:
+        """Look at some samples again, or, of a stream, which is read up to here anyway, at all."""
+        known = dict(zip(self.indices, self.digests, strict=True))
+        if samples.indexed:
+            last = len(self.indices) - 1
+            some = {self.indices[round(i * last / (_LOOKED_AT - 1))] for i in range(_LOOKED_AT)}
+            found = {index: self._digest(samples, index) for index in sorted(some)}
+        else:
+            found = {}
+            for batch in samples.batches(64, 0, self.position):
+                values = map(_signed, digests(batch.x0))
+                found.update(zip(batch.index.tolist(), values, strict=True))
+            found.update({index: None for index in known if index not in found})
+        for index, value in found.items():
+            if value is None or value != known.get(index):
                 raise DataError(
-                    f"sample {self.indices[k]} of {samples.name} is not what it was when {self.folder} was "
-                    "begun: put the images back, or use a new run directory"
+                    f"sample {index} of {samples.name} is not what it was when {self.folder} was begun: "
+                    "put the images back, or use a new run directory"
                 )
+
+    @staticmethod
+    def _digest(samples: Samples, index: int) -> int | None:
+        try:
+            return _signed(digests(samples.at(index)[None])[0])
+        except (DataError, IndexError):
+            return None
 
 
 def _signed(value: int) -> int:
