@@ -294,7 +294,7 @@ def _colour(path):
 def test_a_bad_image_among_good_ones_is_named_or_skipped(calibrate, some, spoil):
     bad = sorted(some.iterdir())[5]
     spoil(bad)
-    refused(calibrate(data=some), bad.name)
+    refused(calibrate(data=some), bad.name, "--skip-bad")
     done = calibrate("--skip-bad", "--json", data=some)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
@@ -311,7 +311,7 @@ def test_only_bad_images(calibrate, some):
 
 def test_wrong_size_without_a_resize(calibrate, some):
     Image.new("L", (10, 12)).save(some / "zz.png")
-    refused(calibrate(data=some), "zz.png", "12x10", "8x8", "resize")
+    refused(calibrate(data=some), "zz.png", "12x10", "8x8", "--resize shorter", "--crop center")
 
 
 def test_a_model_without_a_scheduler(calibrate, images, model, tmp_path):
@@ -329,6 +329,7 @@ def test_unknown_prediction_types(calibrate, images, model, tmp_path):
     (odd / "scheduler_config.json").write_text(json.dumps({**config, "prediction_type": "banana"}))
     refused(calibrate(data=images, net=odd), "banana")
     refused(calibrate("--prediction", "banana", data=images), "banana", "velocity")
+    refused(calibrate(data="bundled:pictures"), "nothing named bundled:pictures", "bundled:images")
 
 
 def test_networks_that_return_nonsense(calibrate, images, tmp_path):
@@ -374,6 +375,7 @@ def test_places_that_cannot_be_written(model, images, tmp_path):
     refused(trueup_command(*base, "/proc/x"), "/proc/x")
     refused(trueup_command(*base, tmp_path / "nowhere" / "x"), "nowhere", "not a directory")
     refused(trueup_command(*base, tmp_path), "is a directory")
+    refused(trueup_command(*base, "/dev/null", "--force"), "not a file that can be replaced")
 
     def full_disk():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -427,3 +429,18 @@ def test_a_calibration_of_other_weights_is_not_attached(model, images, tmp_path)
         other.conv_out.bias += 1
     with pytest.raises(trueup.TrueupError, match="other weights"):
         trueup.attach(other, tmp_path / "x")
+
+
+def test_ranges_are_typed_as_they_are_recommended(calibrate, tmp_path):
+    array = np.random.default_rng(0).uniform(0, 1, (24, 1, SIZE, SIZE)).astype(np.float32)
+    np.save(tmp_path / "unit.npy", array)
+    refused(calibrate(data=tmp_path / "unit.npy"), "--data-range 0,1", "--data-range -1,1")
+    for low_high in ("0,1", "-1,1"):
+        done = calibrate(
+            "--data-range", low_high, "--force", "--run", tmp_path / low_high, data=tmp_path / "unit.npy"
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_unknown_options_point_to_the_command_that_lacks_them():
+    refused(trueup_command("check", "m", "--data", "d", "-o", "x"), "-o x", "trueup check --help")

@@ -48,7 +48,9 @@ def test_inspect_prints_the_summary(tmp_path, capsys, mixture):
     cal.save(tmp_path / "x.trueup.safetensors")
     assert main(["inspect", str(tmp_path / "x.trueup.safetensors")]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(cal.summary())
+    table, verdict = cal.summary().rsplit("\nverdict:", 1)
+    assert said.startswith(table)
+    assert f"verdict:{verdict}" in said
     assert "noise prediction, continuous_vp noise, weights none" in said
 
 

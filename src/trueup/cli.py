@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,7 +37,8 @@ _CHECK = """examples:
   trueup check bundled:ema --data bundled:images --images 50 --fail-above 0.01 --quiet
 
 Says how miscalibrated MODEL is, and whether it is being used as it was trained: wrong range, BGR, another
-prediction type or schedule are named. Writes nothing. Exits with 1 if --fail-above is surely exceeded.
+prediction type or schedule are named, with exit code 2. Writes nothing. Exits with 1 if --fail-above is
+surely exceeded.
 """
 _INSPECT = """examples:
   trueup inspect raw.trueup.safetensors
@@ -67,7 +69,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 0, 1 for a failed check, 2 for bad input, 130 after Ctrl-C."""
-    options = _parser().parse_args(arguments)
+    options, unknown = _parser().parse_known_args(_joined(sys.argv[1:] if arguments is None else arguments))
+    if unknown:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     from trueup.errors import TrueupError
 
     for stream in (sys.stdout, sys.stderr):
@@ -79,11 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except TrueupError as error:
-        print(f"trueup: {error}", file=sys.stderr)
+        print(f"trueup: {_as_options(str(error), options)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        resume = getattr(options, "resume", None)
-        print(f"\ntrueup: interrupted{resume or ''}", file=sys.stderr)
+        run = getattr(options, "run", None)
+        print(f"\ntrueup: interrupted{_kept(run) if run else ''}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -97,6 +101,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+
+
+def _kept(run: Path) -> str:
+    """How to go on after an interruption."""
+    if any(run.glob("**/checkpoint.safetensors")):
+        return f"; what was measured is in {run}: run the same command again to go on"
+    return ", before anything was measured"
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """`--data-range -1,1` as `--data-range=-1,1`, or argparse takes the range for an option."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1] in ("--data-range", "--model-range"):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
+def _as_options(message: str, options: argparse.Namespace) -> str:
+    """What the library says of its arguments, said of the command line's options."""
+    message = re.sub(r"data_range=\((-?[\d.]+), (-?[\d.]+)\)", r"--data-range \1,\2", message)
+    message = message.replace("data_range=(low, high)", "--data-range LOW,HIGH")
+    message = re.sub(r"\b(resize|crop)='(\w+)'", r"--\1 \2", message)
+    one_image = ("cannot be read as an image", "is a colour image", "has transparency")
+    if any(words in message for words in one_image) and not options.skip_bad:
+        message += " (--skip-bad leaves such images out)"
+    return message
 
 
 def _parser() -> _Parser:
@@ -116,7 +149,7 @@ def _parser() -> _Parser:
     calibrate.add_argument(
         "--trust", action="store_true", help="calibrate even if the model seems to be used wrongly"
     )
-    calibrate.set_defaults(command=_calibrate)
+    calibrate.set_defaults(command=_calibrate, parser=calibrate)
 
     check = commands.add_parser(
         "check", help="say how miscalibrated a model is; write nothing", opening=_CHECK
@@ -128,12 +161,12 @@ def _parser() -> _Parser:
         metavar="X",
         help="exit with 1 if calibrating would surely gain more than X bits/dim of the likelihood bound",
     )
-    check.set_defaults(command=_check)
+    check.set_defaults(command=_check, parser=check)
 
     inspect = commands.add_parser("inspect", help="print what a calibration file says", opening=_INSPECT)
     inspect.add_argument("file", metavar="FILE", help="a .trueup.safetensors file")
     inspect.add_argument("--json", action="store_true", help="JSON on standard output")
-    inspect.set_defaults(command=_inspect, quiet=False)
+    inspect.set_defaults(command=_inspect, parser=inspect, quiet=False)
 
     demo = commands.add_parser(
         "demo", help="calibrate the bundled model and draw what it does", opening=_DEMO
@@ -144,7 +177,7 @@ def _parser() -> _Parser:
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     demo.add_argument("--quiet", action="store_true", help="no progress")
-    demo.set_defaults(command=_demo, json=False)
+    demo.set_defaults(command=_demo, parser=demo, json=False)
     return parser
 
 
@@ -176,7 +209,9 @@ def _add_model(parser: _Parser, images: int) -> None:
         "--scheduler", type=Path, metavar="PATH", help="scheduler_config.json or its directory"
     )
     model.add_argument(
-        "--prediction", metavar="NAME", help="noise, data, velocity, score, flow (default: the scheduler's)"
+        "--prediction",
+        choices=("noise", "data", "velocity", "score", "flow"),
+        help="what it predicts (default: what the scheduler says)",
     )
     model.add_argument(
         "--model-range", type=_range, metavar="LOW,HIGH", help="what it was trained on (default: -1,1)"
@@ -205,6 +240,8 @@ def _calibrate(options: argparse.Namespace) -> int:
     output, run = options.output, options.run or Path(f"{options.output}.run")
     if output.is_dir():
         raise TrueupError(f"{output} is a directory: name the file to write with -o")
+    if output.exists() and not output.is_file():
+        raise TrueupError(f"{output} is not a file that can be replaced: name another with -o")
     if output.exists() and not options.force:
         raise TrueupError(f"{output} exists: pass --force to replace it, or name another file with -o")
     if not output.parent.is_dir():
@@ -216,7 +253,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     problem = None if begun or options.trust else _diagnose(denoiser, options)
     if problem:
         raise TrueupError(f"{problem} (or pass --trust to calibrate as it is)")
-    options.resume = f": what was measured is in {run}; run the same command again to go on"
+    options.run = run
     moments = _moments(denoiser, options, run)
     calibration = _fit(moments, options)
     calibration.save(output)
@@ -266,7 +303,7 @@ def _inspect(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     from trueup.demo import run
 
-    options.resume = ": run `trueup demo` again to go on"
+    options.run = options.out
     run(options.out, seed=options.seed, device=_device(options.device), progress=_progress(options))
     return 0
 
@@ -296,6 +333,10 @@ def _denoiser(options: argparse.Namespace) -> Denoiser:
 def _bundled(name: str) -> Path:
     """A path, or something that comes with trueup."""
     known = {"bundled:raw": "raw", "bundled:ema": "ema", "bundled:images": "images.npy"}
+    if name.startswith("bundled:") and name not in known:
+        from trueup.errors import TrueupError
+
+        raise TrueupError(f"nothing named {name} comes with trueup: there are {', '.join(known)}")
     return Path(__file__).parent / "bundled" / known[name] if name in known else Path(name)
 
 

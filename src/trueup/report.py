@@ -38,7 +38,7 @@ def chart(calibration: Calibration, *, plain: bool = False) -> str:
     top = max(shares)
     if top <= 0:
         return "no noise level has a part of its loss that a correction surely removes"
-    blocks = "  ......##" if plain else _BLOCKS
+    blocks = " ......##" if plain else _BLOCKS
     lines = []
     for row in reversed(range(_HEIGHT)):
         cells = []
@@ -54,7 +54,7 @@ def chart(calibration: Calibration, *, plain: bool = False) -> str:
     t = calibration.t
     ends = f"t={float(t[0]):.4g}", f"t={float(t[-1]):.4g}"
     lines.append(f"{'':>6} {'+' if plain else '└'}{('-' if plain else '─') * width}")
-    lines.append(f"{'':>8}{ends[0]}{ends[1]:>{max(1, width - len(ends[0]))}}")
+    lines.append(f"{'':>8}{ends[0]}{ends[1]:>{max(len(ends[1]) + 2, width - len(ends[0]))}}")
     return "\n".join(["share of the loss that calibration removes, by noise level", *lines])
 
 

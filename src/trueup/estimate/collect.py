@@ -165,9 +165,9 @@ def default_batch_size(denoiser: Denoiser) -> int:
 
     >>> from trueup.process import ContinuousVP
     >>> default_batch_size(Denoiser(lambda x_t, t: x_t, ContinuousVP(), "noise", shape=(3, 32, 32)))
-    32
+    8
     """
-    values, most = (2**17, 32) if denoiser.device.type == "cpu" else (2**21, 256)
+    values, most = (2**15, 8) if denoiser.device.type == "cpu" else (2**21, 256)
     fits = max(1, values // math.prod(denoiser.shape))
     return min(most, 2 ** int(math.log2(fits)))
 
