@@ -229,6 +229,7 @@ def test_ctrl_c_says_how_to_go_on(model, images, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
     )
     while not checkpoint.exists() and process.poll() is None:
         time.sleep(0.005)

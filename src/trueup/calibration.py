@@ -147,7 +147,7 @@ class Calibration:
             lines.append(
                 f"{float(self.t[row]):9.4g} {float(self.correction.lam[row]):7.2f} {loss:10.4g} "
                 f"{_range(float(e.eta2[row]), float(e.eta2_low[row]), float(e.eta2_high[row])):>24} "
-                f"{_pm(gain, z * float(e.gain_se[row])):>18} {_percent(gain / loss if loss else math.nan):>8}"
+                f"{_pm(gain, z * float(e.gain_se[row])):>18} {percent(gain / loss if loss else math.nan):>8}"
             )
         nats, error = e.bound_gain
         bits = _pm(e.bits_per_dim(nats), e.bits_per_dim(z * error))
@@ -184,7 +184,8 @@ def _range(value: float, low: float, high: float) -> str:
     return f"{value:.3g} ({max(low, 0.0):.2g} to {max(high, 0.0):.2g})"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """A share in print."""
     if math.isnan(share):
         return "-"
     return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.2g}%"

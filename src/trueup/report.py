@@ -6,7 +6,7 @@ import math
 import sys
 from typing import Any
 
-from trueup.calibration import Calibration
+from trueup.calibration import Calibration, percent
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _HEIGHT = 5
@@ -48,7 +48,7 @@ def chart(calibration: Calibration, *, plain: bool = False) -> str:
             if row == 0 and share > 0:
                 step = max(step, 1)  # something is something
             cells.append(blocks[step] * _COLUMN)
-        label = f"{100 * top:.2g}%" if row == _HEIGHT - 1 else "0%" if row == 0 else ""
+        label = percent(top) if row == _HEIGHT - 1 else "0%" if row == 0 else ""
         lines.append(f"{label:>6} {'|' if plain else '│'}{''.join(cells)}")
     width = _COLUMN * len(shares)
     t = calibration.t
