@@ -16,7 +16,7 @@ import torch
 
 import trueup
 from trueup.data import Samples
-from trueup.estimate.collect import add_batch, check_finite
+from trueup.estimate.evaluate import add_batch, check_finite
 from trueup.estimate.moments import Moments
 from trueup.hook import CorrectOutput
 

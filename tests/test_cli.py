@@ -11,16 +11,17 @@ import sys
 import time
 from pathlib import Path
 
+import diffusers
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 import trueup
-from trueup import cli
+from trueup import cli, commands
 from trueup.artifact import load
 
-diffusers = pytest.importorskip("diffusers")
+from tiny import tiny_unet
 
 SIZE = 8
 
@@ -48,21 +49,6 @@ def refused(done, *words):
         assert word in lines[0]
 
 
-def network(**settings):
-    torch.manual_seed(0)
-    defaults = {
-        "sample_size": SIZE,
-        "in_channels": 1,
-        "out_channels": 1,
-        "layers_per_block": 1,
-        "block_out_channels": (8, 8),
-        "norm_num_groups": 4,
-        "down_block_types": ("DownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "UpBlock2D"),
-    }
-    return diffusers.UNet2DModel(**{**defaults, **settings}).eval()
-
-
 def save(net, folder):
     net.save_pretrained(folder)
     diffusers.DDPMScheduler(num_train_timesteps=1000).save_pretrained(folder)
@@ -71,7 +57,7 @@ def save(net, folder):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return save(network(), tmp_path_factory.mktemp("model"))
+    return save(tiny_unet(), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +155,7 @@ def test_help_opens_with_two_examples_the_parser_takes(command):
         options = parser.parse_args(shlex.split(example)[1:])
         for name in ("model", "data"):
             if hasattr(options, name):
-                assert cli._bundled(getattr(options, name)).exists()
+                assert commands.bundled(getattr(options, name)).exists()
 
 
 # --- resuming
@@ -334,14 +320,14 @@ def test_unknown_prediction_types(calibrate, images, model, tmp_path):
 
 
 def test_networks_that_return_nonsense(calibrate, images, tmp_path):
-    spoiled = network()
+    spoiled = tiny_unet()
     with torch.no_grad():
         spoiled.conv_out.weight.fill_(torch.nan)
     refused(calibrate(data=images, net=save(spoiled, tmp_path / "nan")), "not finite")
     with torch.no_grad():
         spoiled.conv_out.weight.zero_()
     refused(calibrate(data=images, net=save(spoiled, tmp_path / "constant")), "same values whatever")
-    wrong = save(network(out_channels=3), tmp_path / "wrong")
+    wrong = save(tiny_unet(out_channels=3), tmp_path / "wrong")
     refused(calibrate(data=images, net=wrong), "takes 1 channels and returns 3")
 
 
@@ -410,9 +396,9 @@ def test_options_that_make_no_sense(capsys, options, words):
     assert said.count("\n") == 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has that device")
 def test_no_such_device(calibrate, images):
-    refused(calibrate("--device", "cuda", data=images), "no cuda device")
+    missing = "mps" if torch.cuda.is_available() else "cuda"  # no machine has both
+    refused(calibrate("--device", missing, data=images), f"no {missing} device")
 
 
 def test_one_image_is_an_answer(calibrate, images):
@@ -425,7 +411,7 @@ def test_a_calibration_of_other_weights_is_not_attached(model, images, tmp_path)
     assert (
         trueup_command("calibrate", model, "--data", images, "-o", tmp_path / "x", "--trust").returncode == 0
     )
-    other = network()
+    other = tiny_unet()
     with torch.no_grad():
         other.conv_out.bias += 1
     with pytest.raises(trueup.TrueupError, match="other weights"):

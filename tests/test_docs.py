@@ -3,12 +3,13 @@
 import re
 from pathlib import Path
 
+import diffusers
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-diffusers = pytest.importorskip("diffusers")
+from tiny import tiny_unet
+
 ROOT = Path(__file__).parent.parent
 BLOCKS = {
     f"{name} {k}": code
@@ -21,15 +22,7 @@ BLOCKS = {
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A folder with what the documents call my-model and my-images."""
-    torch.manual_seed(0)
-    unet = diffusers.UNet2DModel(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(8, 8),
-        norm_num_groups=4,
-        down_block_types=("DownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "UpBlock2D"),
-    )
+    unet = tiny_unet(in_channels=3, out_channels=3)
     diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(tmp_path / "my-model")
     (tmp_path / "my-images").mkdir()
     for k, picture in enumerate(np.random.default_rng(0).integers(0, 256, (24, 8, 8, 3), dtype=np.uint8)):

@@ -215,7 +215,7 @@ def test_moments_of_two_halves_add_up_to_the_whole(mixture):
             whole.t, whole.lam, whole.alpha, whole.sigma, whole.shape, provenance=whole.provenance
         )
         for batch in samples.batches(9, start, stop):
-            trueup.estimate.collect.add_batch(part, denoiser, batch, seed=0)
+            trueup.estimate.evaluate.add_batch(part, denoiser, batch, seed=0)
         halves.append(part)
     added = halves[0] + halves[1]
     assert added.images == whole.images

@@ -22,7 +22,6 @@ from diffusers import (
     Transformer2DModel,
     UNet1DModel,
     UNet2DConditionModel,
-    UNet2DModel,
 )
 from safetensors.torch import load_file, save_file
 
@@ -33,20 +32,7 @@ from trueup.parametrization import Parametrization
 from trueup.process import EDM, DiscreteVP, Flow
 from trueup.schedules import schedule
 
-
-def tiny_unet(**settings) -> UNet2DModel:
-    torch.manual_seed(0)
-    defaults = {
-        "sample_size": 8,
-        "in_channels": 1,
-        "out_channels": 1,
-        "layers_per_block": 1,
-        "block_out_channels": (8, 8),
-        "norm_num_groups": 4,
-        "down_block_types": ("DownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "UpBlock2D"),
-    }
-    return UNet2DModel(**{**defaults, **settings}).eval()
+from tiny import tiny_unet
 
 
 def tiny_dit(**settings) -> DiTTransformer2DModel:

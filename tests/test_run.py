@@ -112,7 +112,7 @@ def test_running_out_of_memory_halves_the_batch_and_changes_nothing(
     mixture, holds, every, antithetic, monkeypatch
 ):
     x0 = mixture.sample(48).float()
-    monkeypatch.setattr(trueup.estimate.collect, "_AT_ONCE", 200)  # a level or two at a time
+    monkeypatch.setattr(trueup.estimate.evaluate, "_AT_ONCE", 200)  # a level or two at a time
     results = []
     for network in (Small(64), Small(holds, every)):
         denoiser = trueup.Denoiser(
@@ -135,7 +135,7 @@ def test_not_even_one_sample_fits(mixture):
         Small(0), trueup.process.ContinuousVP(), "noise", mixture.shape, data_range=None
     )
     with pytest.raises(TrueupError, match="not enough memory"):
-        trueup.estimate.collect.add_batch(
+        trueup.estimate.evaluate.add_batch(
             trueup.measure(off(mixture), mixture.sample(2), levels=LEVELS),
             denoiser,
             next(trueup.data.Samples(mixture.sample(4), mixture.shape, None).batches(4)),
@@ -146,21 +146,25 @@ def test_not_even_one_sample_fits(mixture):
 def test_skipped_images_leave_the_rest_as_they_are(mixture, tmp_path):
     good = [x.float() for x in mixture.sample(12)]
     spoiled = [torch.full_like(good[0], torch.nan) if i in (3, 7) else x for i, x in enumerate(good)]
-    reasons = []
-    moments = trueup.measure(
-        off(mixture), spoiled, levels=LEVELS, images=9, skip_bad=True, on_skip=reasons.extend, run=tmp_path
-    )
+    settings = {"levels": LEVELS, "skip_bad": True, "run": tmp_path}
+    moments = trueup.measure(off(mixture), spoiled, images=9, **settings)
     assert moments.images == 9  # 0..10 without 3 and 7
-    assert len(reasons) == 2
-    assert "sample 3" in reasons[0]
-    reasons.clear()
-    more = trueup.measure(
-        off(mixture), spoiled, levels=LEVELS, skip_bad=True, on_skip=reasons.extend, run=tmp_path
-    )
+    assert len(moments.skipped) == 2
+    assert "sample 3" in moments.skipped[0]
+    more = trueup.measure(off(mixture), spoiled, **settings)
     assert more.images == 10
-    assert len(reasons) == 2
+    assert len(more.skipped) == 2
     with pytest.raises(DataError, match="sample 3"):
         trueup.measure(off(mixture), spoiled, levels=LEVELS)
+
+
+def test_a_run_in_which_every_image_was_bad_can_be_begun_again(mixture, tmp_path):
+    good = mixture.sample(3).float()
+    settings = {"levels": LEVELS, "skip_bad": True, "run": tmp_path}
+    for _ in range(2):
+        with pytest.raises(DataError, match="holds no samples that can be used: sample 0"):
+            trueup.measure(off(mixture), torch.full_like(good, torch.nan), **settings)
+    assert trueup.measure(off(mixture), good, **settings).images == 3
 
 
 def float_images(mixture):
@@ -199,17 +203,12 @@ def test_streams_and_lists_go_on_where_they_were(mixture, tmp_path, kind):
 def test_a_bad_image_at_the_end_is_counted_once(mixture, tmp_path):
     good = [x.float() for x in mixture.sample(7)]
     spoiled = [*good[:5], torch.full_like(good[0], torch.nan)]
-    reasons = []
     settings = {"levels": LEVELS, "skip_bad": True, "run": tmp_path, "batch_size": 2}
-    trueup.measure(off(mixture), spoiled, on_skip=reasons.extend, **settings)
-    assert len(reasons) == 1
-    reasons.clear()
-    trueup.measure(off(mixture), spoiled, on_skip=reasons.extend, **settings)
-    assert len(reasons) == 1
-    reasons.clear()
-    more = trueup.measure(off(mixture), [*spoiled, *good[5:]], on_skip=reasons.extend, **settings)
+    for _ in range(2):
+        assert len(trueup.measure(off(mixture), spoiled, **settings).skipped) == 1
+    more = trueup.measure(off(mixture), [*spoiled, *good[5:]], **settings)
     assert more.images == 7
-    assert len(reasons) == 1
+    assert len(more.skipped) == 1
 
 
 def test_labels_are_asked_for_before_anything_is_evaluated(mixture):

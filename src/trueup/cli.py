@@ -1,22 +1,16 @@
-"""The command line: parse, call, print. Heavy imports happen inside the commands."""
+"""The command line: options, help and errors. What the commands do is in `trueup.commands`, imported late."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from trueup import __version__
-
-if TYPE_CHECKING:
-    from trueup.calibration import Calibration
-    from trueup.denoiser import Denoiser
-    from trueup.estimate.moments import Moments
 
 _OVERVIEW = """examples:
   trueup demo                                          see the point, on a model that comes with trueup
@@ -79,7 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to fail
     code = 141
     try:
-        code = options.command(options)
+        from trueup import commands
+
+        code = getattr(commands, options.command)(options)
         sys.stdout.flush()
         return code
     except TrueupError as error:
@@ -127,7 +123,7 @@ def _as_options(message: str, options: argparse.Namespace) -> str:
     message = message.replace("data_range=(low, high)", "--data-range LOW,HIGH")
     message = re.sub(r"\b(resize|crop)='(\w+)'", r"--\1 \2", message)
     one_image = ("cannot be read as an image", "is a colour image", "has transparency")
-    if any(words in message for words in one_image) and not options.skip_bad:
+    if any(words in message for words in one_image) and not getattr(options, "skip_bad", False):
         message += " (--skip-bad leaves such images out)"
     return message
 
@@ -149,7 +145,7 @@ def _parser() -> _Parser:
     calibrate.add_argument(
         "--trust", action="store_true", help="calibrate even if the model seems to be used wrongly"
     )
-    calibrate.set_defaults(command=_calibrate, parser=calibrate)
+    calibrate.set_defaults(command="calibrate", parser=calibrate)
 
     check = commands.add_parser(
         "check", help="say how miscalibrated a model is; write nothing", opening=_CHECK
@@ -161,12 +157,12 @@ def _parser() -> _Parser:
         metavar="X",
         help="exit with 1 if calibrating would surely gain more than X bits/dim of the likelihood bound",
     )
-    check.set_defaults(command=_check, parser=check)
+    check.set_defaults(command="check", parser=check)
 
     inspect = commands.add_parser("inspect", help="print what a calibration file says", opening=_INSPECT)
     inspect.add_argument("file", metavar="FILE", help="a .trueup.safetensors file")
     inspect.add_argument("--json", action="store_true", help="JSON on standard output")
-    inspect.set_defaults(command=_inspect, parser=inspect, quiet=False)
+    inspect.set_defaults(command="inspect", parser=inspect, quiet=False)
 
     demo = commands.add_parser(
         "demo", help="calibrate the bundled model and draw what it does", opening=_DEMO
@@ -177,7 +173,7 @@ def _parser() -> _Parser:
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     demo.add_argument("--quiet", action="store_true", help="no progress")
-    demo.set_defaults(command=_demo, parser=demo, json=False)
+    demo.set_defaults(command="demo", parser=demo, json=False)
     return parser
 
 
@@ -232,212 +228,6 @@ def _add_model(parser: _Parser, images: int) -> None:
         "--json", action="store_true", help="JSON on standard output, all else on standard error"
     )
     output.add_argument("--quiet", action="store_true", help="no progress, and only the verdict")
-
-
-def _calibrate(options: argparse.Namespace) -> int:
-    from trueup.errors import TrueupError
-
-    output, run = options.output, options.run or Path(f"{options.output}.run")
-    if output.is_dir():
-        raise TrueupError(f"{output} is a directory: name the file to write with -o")
-    if output.exists() and not output.is_file():
-        raise TrueupError(f"{output} is not a file that can be replaced: name another with -o")
-    if output.exists() and not options.force:
-        raise TrueupError(f"{output} exists: pass --force to replace it, or name another file with -o")
-    if not output.parent.is_dir():
-        raise TrueupError(f"{output.parent} is not a directory: make it first")
-    if not os.access(output.parent, os.W_OK):
-        raise TrueupError(f"cannot write in {output.parent}")
-    denoiser = _denoiser(options)
-    begun = (run / "checkpoint.safetensors").exists()  # then it was looked at
-    problem = None if begun or options.trust else _diagnose(denoiser, options)
-    if problem:
-        raise TrueupError(f"{problem} (or pass --trust to calibrate as it is)")
-    options.run = run
-    moments = _moments(denoiser, options, run)
-    calibration = _fit(moments, options)
-    calibration.save(output)
-    _report(calibration, options, {"output": str(output), "run": str(run)})
-    _say(
-        options,
-        f"wrote {output}; {run} keeps the measurements (delete it, or add images with a larger --images)",
-    )
-    return 0
-
-
-def _check(options: argparse.Namespace) -> int:
-    denoiser = _denoiser(options)
-    problem = _diagnose(denoiser, options)
-    calibration = _fit(_moments(denoiser, options, None), options)
-    nats, error = calibration.evidence.bound_gain
-    low = calibration.evidence.bits_per_dim(nats - calibration.evidence.quantile * error)
-    failed = options.fail_above is not None and low > options.fail_above
-    _report(calibration, options, {"problem": problem, "failed": failed})
-    if problem:
-        print(f"trueup: {problem}", file=sys.stderr)
-        return 2
-    if failed:
-        print(
-            f"trueup: miscalibrated by at least {low:.2g} bits/dim, above {options.fail_above:g}",
-            file=sys.stderr,
-        )
-    return 1 if failed else 0
-
-
-def _inspect(options: argparse.Namespace) -> int:
-    from trueup.artifact import load
-
-    calibration = load(options.file)
-    _report(calibration, options, {"file": options.file})
-    if not options.json:
-        origin = calibration.provenance
-        weights = next(iter((origin.get("weights") or {}).values()), "none")
-        print(
-            f"made for: samples of shape {calibration.shape}, {calibration.parametrization.name} prediction, "
-            f"{calibration.process.kind} noise, weights {weights[:8]}; seed {origin.get('seed')}, "
-            f"data {calibration.data_fingerprint}"
-        )
-    return 0
-
-
-def _demo(options: argparse.Namespace) -> int:
-    from trueup.demo import run
-
-    options.run = options.out
-    run(options.out, seed=options.seed, device=_device(options.device), progress=_progress(options))
-    return 0
-
-
-def _denoiser(options: argparse.Namespace) -> Denoiser:
-    from trueup.errors import ModelError
-    from trueup.hf import as_denoiser
-
-    _quieten_libraries()
-    try:
-        return as_denoiser(
-            _bundled(options.model),
-            scheduler=options.scheduler,
-            parametrization=options.prediction,
-            model_range=options.model_range,
-            device=_device(options.device),
-        )
-    except ModelError as error:
-        words = str(error)
-        if "has no scheduler" in words:
-            words = (
-                f"{options.model} has no scheduler_config.json: pass the one it was trained with: --scheduler"
-            )
-        raise ModelError(words) from None
-
-
-def _bundled(name: str) -> Path:
-    """A path, or something that comes with trueup."""
-    known = {"bundled:raw": "raw", "bundled:ema": "ema", "bundled:images": "images.npy"}
-    if name.startswith("bundled:") and name not in known:
-        from trueup.errors import TrueupError
-
-        raise TrueupError(f"nothing named {name} comes with trueup: there are {', '.join(known)}")
-    return Path(__file__).parent / "bundled" / known[name] if name in known else Path(name)
-
-
-def _device(name: str) -> str:
-    import torch
-
-    from trueup.errors import ModelError
-
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if name == "auto":
-        return next(device for device in available if available[device])
-    if not available[name]:
-        raise ModelError(f"this machine has no {name} device that PyTorch can use: pass --device cpu")
-    return name
-
-
-def _quieten_libraries() -> None:
-    """diffusers warns about what we check ourselves."""
-    import logging
-
-    logging.getLogger("diffusers").setLevel(logging.ERROR)
-
-
-def _diagnose(denoiser: Denoiser, options: argparse.Namespace) -> str | None:
-    from trueup.data import Samples, Transform
-    from trueup.diagnose import IMAGES, diagnose
-
-    transform = Transform(options.resize, options.crop, options.flip, options.data_range)
-    samples = Samples(
-        _bundled(options.data), denoiser.shape, denoiser.data_range, transform, options.skip_bad
-    )
-    batch = next(samples.batches(min(IMAGES, options.images), limit=options.images), None)
-    if batch is None:
-        return None  # measuring says what is wrong
-    _say(options, f"looking for the usual mistakes on {len(batch.index)} images")
-    found = diagnose(denoiser, batch, flip=options.flip, batch_size=options.batch_size)
-    for hint in found.hints:
-        _say(options, f"note: {hint}")
-    return found.problem
-
-
-def _moments(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) -> Moments:
-    from trueup.estimate import measure
-
-    return measure(
-        denoiser,
-        _bundled(options.data),
-        images=options.images,
-        seed=options.seed,
-        antithetic=options.antithetic,
-        batch_size=options.batch_size,
-        resize=options.resize,
-        crop=options.crop,
-        flip=options.flip,
-        data_range=options.data_range,
-        run=run,
-        skip_bad=options.skip_bad,
-        on_skip=_noted(options) if options.skip_bad else None,
-        progress=_progress(options),
-    )
-
-
-def _noted(options: argparse.Namespace) -> Callable[[list[str]], None]:
-    def note(skipped: list[str]) -> None:
-        options.skipped = skipped
-        for reason in skipped[:5]:
-            _say(options, f"skipped: {reason}")
-        if skipped:
-            _say(options, f"{len(skipped)} image{'s' * (len(skipped) > 1)} skipped")
-
-    return note
-
-
-def _fit(moments: Moments, options: argparse.Namespace) -> Calibration:
-    from trueup.estimate import fit
-
-    return fit(moments, family=options.family, estimator=options.estimator)
-
-
-def _report(calibration: Calibration, options: argparse.Namespace, more: dict[str, Any]) -> None:
-    """The table, the chart and the verdict; or JSON."""
-    from trueup.report import as_json, plain_output, show
-
-    if options.json:
-        print(
-            json.dumps({**as_json(calibration), **more, "skipped": getattr(options, "skipped", [])}, indent=2)
-        )
-        return
-    if options.quiet:
-        print(f"verdict: {calibration.verdict()}")
-        return
-    print(show(calibration, plain=plain_output()))
-
-
-def _say(options: argparse.Namespace, line: str) -> None:
-    if not options.quiet:
-        print(line, file=sys.stderr)
-
-
-def _progress(options: argparse.Namespace) -> bool | None:
-    return False if options.quiet else None
 
 
 def _positive(text: str) -> int:

@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,11 @@ class Batch:
     index: Tensor  # (B,) int64
     x0: Tensor  # (B, *shape) float32
     y: Tensor | None
+
+    @cached_property
+    def digests(self) -> list[int]:
+        """A 64-bit digest of every sample."""
+        return digests(self.x0)
 
 
 class Samples:
@@ -262,11 +268,6 @@ def digests(x0: Tensor) -> list[int]:
         int.from_bytes(hashlib.blake2b(row.numpy().tobytes(), digest_size=8).digest(), "little")
         for row in rows
     ]
-
-
-def digest(x0: Tensor) -> int:
-    """A 64-bit digest of a batch, the same in any order and any batch size, for the data's fingerprint."""
-    return sum(digests(x0)) & ((1 << 64) - 1)
 
 
 def _stack(rows: list[tuple[int, Tensor, Any]]) -> Batch:

@@ -30,6 +30,11 @@ SHOWN = 12
 _ZOOM = 3
 
 
+def run_directory(out: Path, seed: int) -> Path:
+    """Where a demo keeps what it measured."""
+    return out / f"seed-{seed}.run"
+
+
 def run(out: Path, *, seed: int = 0, device: str = "cpu", progress: bool | None = None) -> None:
     """Calibrate the raw weights, sample before and after with the same seeds, and draw it."""
     try:
@@ -43,7 +48,7 @@ def run(out: Path, *, seed: int = 0, device: str = "cpu", progress: bool | None 
     raw, ema = (as_denoiser(BUNDLED / name, device=device) for name in ("raw", "ema"))
     pictures = np.load(BUNDLED / "images.npy")
     moments = measure(
-        raw, pictures, images=IMAGES, seed=seed, run=out / f"seed-{seed}.run", progress=progress
+        raw, pictures, images=IMAGES, seed=seed, run=run_directory(out, seed), progress=progress
     )
     shift, spectral = (fit(moments, family=family) for family in ("shift", "spectral"))
     file = out / "demo.trueup.safetensors"

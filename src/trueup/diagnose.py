@@ -19,7 +19,7 @@ from trueup.bands import Bands
 from trueup.data import Batch
 from trueup.denoiser import Denoiser
 from trueup.errors import DataError, ModelError
-from trueup.estimate.collect import default_batch_size, out_of_memory
+from trueup.estimate.evaluate import default_batch_size, out_of_memory
 from trueup.noise import level_key, normal
 from trueup.parametrization import Parametrization
 from trueup.process import DiscreteVP, NoiseProcess

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from trueup.bands import Bands
+from trueup.data import Batch
 from trueup.errors import TrueupError
 
 RESIDUAL, EPS_HAT, U = 0, 1, 2
@@ -53,6 +54,7 @@ class Moments:
     data_first: Tensor = field(default_factory=lambda: _zeros(0))  # (C, K) sum of dct(x0)
     data_second: Tensor = field(default_factory=lambda: _zeros(0))  # (C, bands) sum of dct(x0)^2
     data_digest: int = 0
+    skipped: list[str] = field(default_factory=list)  # samples left out, and why
     provenance: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -131,13 +133,13 @@ class Moments:
         self.rows.index_add_(0, fold, torch.full((len(fold),), float(self.draws), dtype=torch.float64))
         self.images += len(index)
 
-    def add_data(self, x0: Tensor, digest: int) -> None:
+    def add_data(self, batch: Batch) -> None:
         """Add a batch to the data's own moments, which need no network."""
-        z = self.bands.dct(x0.float()).flatten(2).to("cpu", torch.float64)  # (B, C, K)
-        self.data_rows += len(x0)
+        z = self.bands.dct(batch.x0.float()).flatten(2).to("cpu", torch.float64)  # (B, C, K)
+        self.data_rows += len(batch.x0)
         self.data_first += z.sum(0)
         self.data_second += self.bands.sum(z.square()).sum(0)
-        self.data_digest = (self.data_digest + digest) & ((1 << 64) - 1)
+        self.data_digest = (self.data_digest + sum(batch.digests)) & ((1 << 64) - 1)
 
     def __add__(self, other: Moments) -> Moments:
         """The moments of both sets of samples, which must not overlap: later images, or another rank's."""
@@ -152,7 +154,7 @@ class Moments:
         )
         if not same:
             raise TrueupError("moments measured with other settings cannot be added")
-        sums = ("rows", "first", "second", "images", "data_rows", "data_first", "data_second")
+        sums = ("rows", "first", "second", "images", "data_rows", "data_first", "data_second", "skipped")
         added = {name: getattr(self, name) + getattr(other, name) for name in sums}
         return replace(self, **added, data_digest=(self.data_digest + other.data_digest) & ((1 << 64) - 1))
 

@@ -1,8 +1,8 @@
 """A run directory: what has been measured so far, so that nothing is measured twice.
 
 One file, `checkpoint.safetensors`, holds the moments, the settings they were measured with and a digest of
-every image behind them. It is replaced atomically after each batch: whatever happens, the batch in progress
-is all that is lost.
+every image behind them. It is replaced atomically after each batch, less often where that would take more
+than a tenth of the time; whatever happens, what came after it is all that is lost.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
-from torch import Tensor
 
-from trueup.data import Samples, digests
+from trueup.data import Batch, Samples, digests
 from trueup.errors import DataError, TrueupError
 from trueup.estimate.moments import Moments
 from trueup.files import remove_leftovers, write
@@ -108,10 +107,10 @@ class Run:
         fresh.provenance = meta["provenance"]
         return fresh
 
-    def add(self, index: Tensor, x0: Tensor) -> None:
+    def add(self, batch: Batch) -> None:
         """Note which samples a batch held."""
-        self.indices.extend(index.tolist())
-        self.digests.extend(_signed(value) for value in digests(x0))
+        self.indices.extend(batch.index.tolist())
+        self.digests.extend(map(_signed, batch.digests))
 
     def save(self, moments: Moments, batch_size: int, samples: Samples) -> None:
         """Replace the checkpoint."""
@@ -142,7 +141,7 @@ class Run:
         else:
             found = {}
             for batch in samples.batches(64, 0, self.position):
-                values = map(_signed, digests(batch.x0))
+                values = map(_signed, batch.digests)
                 found.update(zip(batch.index.tolist(), values, strict=True))
             found.update({index: None for index in known if index not in found})
         for index, value in found.items():
