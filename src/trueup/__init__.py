@@ -25,6 +25,10 @@ _HOME = {
     "load": "trueup.artifact",
     "attach": "trueup.attachment",
     "detach": "trueup.attachment",
+    "evaluate": "trueup.evaluation",
+    "sample": "trueup.sampling",
+    "generate": "trueup.sampling",
+    "DPMSolver": "trueup.sampling",
     "Denoiser": "trueup.denoiser",
     "Parametrization": "trueup.parametrization",
     "process": "trueup.process",
@@ -45,7 +49,11 @@ if TYPE_CHECKING:
     from trueup.estimate import calibrate as calibrate
     from trueup.estimate import fit as fit
     from trueup.estimate import measure as measure
+    from trueup.evaluation import evaluate as evaluate
     from trueup.parametrization import Parametrization as Parametrization
+    from trueup.sampling import DPMSolver as DPMSolver
+    from trueup.sampling import generate as generate
+    from trueup.sampling import sample as sample
 
 
 def __getattr__(name: str) -> Any:

@@ -56,6 +56,7 @@ class GaussianMixture:
         process: NoiseProcess,
         parametrization: Parametrization | str = "noise",
         distortion: Distortion | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Denoiser:
         """The ideal network, or one that errs by `distortion(eps, u, lam)` in eps space."""
         kind = (
@@ -75,4 +76,6 @@ class GaussianMixture:
                 eps = eps + distortion(eps, u, process.lam(times).reshape(wide).to(x_t))
             return kind.from_eps(eps, x_t, alpha_wide, sigma_wide)
 
-        return Denoiser(network, process, kind, self.shape, data_range=None, description="an exact denoiser")
+        return Denoiser(
+            network, process, kind, self.shape, data_range=None, dtype=dtype, description="an exact denoiser"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, field
 from os import PathLike
@@ -77,7 +78,8 @@ class Calibration:
 
     def _headline(self) -> str:
         model = self.provenance.get("model", "a network")
-        images, levels = _count(self.evidence.images, "image"), _count(len(self.t), "noise level")
+        noun = "generated image" if self.generated else "image"
+        images, levels = _count(self.evidence.images, noun), _count(len(self.t), "noise level")
         return f"{self.family} calibration ({self.estimator}) of {model}, {images}, {levels}"
 
     @property
@@ -89,6 +91,20 @@ class Calibration:
     def parametrization(self) -> Parametrization:
         """What the network predicts."""
         return Parametrization(**self.provenance["parametrization"])
+
+    @property
+    def identity(self) -> str:
+        """A short hash of what it corrects: the same for a calibration and what was loaded from its file."""
+        digest = hashlib.blake2b(digest_size=8)
+        for part in (self.correction.lam, self.correction.b, self.correction.a, self.correction.d):
+            digest.update(part.to(torch.float32).contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    @property
+    def generated(self) -> dict[str, Any] | None:
+        """How the images behind it were sampled from the model itself; None if they are data."""
+        found: dict[str, Any] | None = self.provenance.get("generated")
+        return found
 
     @property
     def empty(self) -> bool:
@@ -155,8 +171,10 @@ class Calibration:
             "",
             "loss: E|eps_hat - eps|^2 summed over a sample; intervals and ± are 95%",
             f"gain of the likelihood bound: {_pm(nats, z * error)} nats, {bits} bits/dim",
-            f"verdict: {self.verdict()}",
         ]
+        if self.generated:
+            lines.append("measured on the model's own samples: errors that these share with it do not show")
+        lines.append(f"verdict: {self.verdict()}")
         return "\n".join(lines)
 
     def save(self, path: str | PathLike[str]) -> None:

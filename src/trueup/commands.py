@@ -7,10 +7,12 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trueup.artifact import load
 from trueup.calibration import Calibration
@@ -19,32 +21,46 @@ from trueup.demo import run as run_demo
 from trueup.demo import run_directory
 from trueup.denoiser import Denoiser
 from trueup.diagnose import IMAGES, diagnose
-from trueup.errors import ModelError, TrueupError
+from trueup.errors import DataError, ModelError, TrueupError
 from trueup.estimate import Moments, fit, measure
-from trueup.hf import as_denoiser
+from trueup.evaluation import build_reference, image_maker
+from trueup.evaluation import evaluate as compare
+from trueup.files import write
+from trueup.hf import as_decoder, as_denoiser, find_decoder
+from trueup.metrics import Reference, load_features
 from trueup.report import as_json, plain_output, show
+from trueup.sampling import as_solver, generate, sample_batches
+from trueup.sampling.draw import check_nfe
+from trueup.sampling.store import Output
 
 
 def calibrate(options: argparse.Namespace) -> int:
     """`trueup calibrate`."""
     output, run = options.output, options.run or Path(f"{options.output}.run")
-    if output.is_dir():
-        raise TrueupError(f"{output} is a directory: name the file to write with -o")
-    if output.exists() and not output.is_file():
-        raise TrueupError(f"{output} is not a file that can be replaced: name another with -o")
-    if output.exists() and not options.force:
-        raise TrueupError(f"{output} exists: pass --force to replace it, or name another file with -o")
-    if not output.parent.is_dir():
-        raise TrueupError(f"{output.parent} is not a directory: make it first")
-    if not os.access(output.parent, os.W_OK):
-        raise TrueupError(f"cannot write in {output.parent}")
+    _check_output(output, options.force)
+    if (options.data is None) == (options.generated is None):
+        raise DataError("say what to measure on: --data, or --generated N for samples of the model itself")
     denoiser = _denoiser(options)
     begun = (run / "checkpoint.safetensors").exists()  # then it was looked at
-    problem = None if begun or options.trust else _diagnose(denoiser, options)
-    if problem:
-        raise TrueupError(f"{problem} (or pass --trust to calibrate as it is)")
     options.run = run
-    moments = _moments(denoiser, options, run)
+    if options.generated is not None:
+        data: Any = generate(
+            denoiser,
+            options.generated,
+            nfe=options.generate_nfe,
+            labels=options.labels,
+            seed=options.seed,
+            batch_size=options.batch_size,
+            folder=run / "generated",
+            progress=_progress(options),
+        )
+        options.images = options.generated
+    else:
+        data = bundled(options.data)
+        problem = None if begun or options.trust else _diagnose(denoiser, options)
+        if problem:
+            raise TrueupError(f"{problem} (or pass --trust to calibrate as it is)")
+    moments = _moments(denoiser, data, options, run)
     calibration = fit(moments, family=options.family, estimator=options.estimator)
     calibration.save(output)
     _report(calibration, options, {"output": str(output), "run": str(run), "skipped": moments.skipped})
@@ -57,9 +73,11 @@ def calibrate(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace) -> int:
     """`trueup check`."""
+    if options.data is None:
+        raise DataError("say what to measure on: --data")
     denoiser = _denoiser(options)
     problem = _diagnose(denoiser, options)
-    moments = _moments(denoiser, options, None)
+    moments = _moments(denoiser, bundled(options.data), options, None)
     calibration = fit(moments, family=options.family, estimator=options.estimator)
     nats, error = calibration.evidence.bound_gain
     low = calibration.evidence.bits_per_dim(nats - calibration.evidence.quantile * error)
@@ -74,6 +92,112 @@ def check(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 1 if failed else 0
+
+
+def sample(options: argparse.Namespace) -> int:
+    """`trueup sample`."""
+    denoiser = _denoiser(options)
+    solver = as_solver(options.solver, denoiser, options.grid)
+    evaluations = check_nfe(solver, options.nfe)
+    calibration = load(options.calibration) if options.calibration is not None else None
+    decode = _decoder(options, denoiser)
+    settings = {
+        "solver": repr(solver),
+        "number of evaluations": None if evaluations is None else options.nfe,
+        "seed": options.seed,
+        "set of labels": options.labels,
+        "guidance": [options.guidance, options.null_label],
+        "network": denoiser.fingerprint(),
+        "calibration": None if calibration is None else calibration.identity,
+    }
+    if decode is None and denoiser.data_range is None and options.output.suffix != ".npz":
+        raise TrueupError(
+            "these samples are latents: write them to a .npz file, or pass the --vae they are of"
+        )
+    output = Output(options.output, options.samples, settings, force=options.force)
+    options.run = output.kept.folder
+    to_images = image_maker(denoiser, decode)
+    for index, x in sample_batches(
+        denoiser,
+        options.samples,
+        start=min(output.kept.done, options.samples),
+        solver=solver,
+        nfe=options.nfe,
+        calibration=calibration,
+        labels=options.labels,
+        guidance=options.guidance,
+        null_label=options.null_label,
+        seed=options.seed,
+        batch_size=options.batch_size,
+        progress=_progress(options),
+    ):
+        output.add(index, to_images(x))
+    output.finish()
+    made = "its own number of" if evaluations is None else str(evaluations)
+    how = "uncalibrated" if calibration is None else f"calibrated ({options.calibration})"
+    if options.json:
+        more = {"output": str(options.output), "samples": options.samples, "evaluations": evaluations}
+        print(json.dumps({**settings, **more}, indent=2))
+    _say(options, f"{options.samples} samples, {how}, {solver.name} in {made} evaluations: {options.output}")
+    return 0
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """`trueup evaluate`."""
+    output = options.output
+    if output is not None:
+        _check_output(output, options.force)
+    if options.data is None and options.reference is None:
+        raise DataError("say what to compare with: --data, or a --reference saved before")
+    denoiser = _denoiser(options)
+    run = options.run or (Path(f"{output}.run") if output is not None else None)
+    options.run = run
+    data = None if options.data is None else bundled(options.data)
+    transform = Transform(options.resize, options.crop, options.flip, options.data_range)
+    decode = _decoder(options, denoiser)
+    features = load_features(options.features, weights=options.weights, device=denoiser.device)
+    reference = None if options.reference is None else Reference.load(options.reference)
+    if reference is None:
+        source = Samples(data, denoiser.shape, denoiser.data_range, transform, options.skip_bad)
+        reference = build_reference(
+            source,
+            features,
+            image_maker(denoiser, decode),
+            images=options.images,
+            progress=_progress(options),
+        )
+    if options.save_reference is not None:
+        reference.save(options.save_reference)
+    comparison = compare(
+        denoiser,
+        options.calibration,
+        data,
+        solvers=options.solver,
+        nfe=options.nfe,
+        grid=options.grid,
+        samples=options.samples,
+        features=features,
+        reference=reference,
+        labels=options.labels,
+        guidance=options.guidance,
+        null_label=options.null_label,
+        decode=decode,
+        seed=options.seed,
+        batch_size=options.batch_size,
+        transform=transform,
+        skip_bad=options.skip_bad,
+        run=run,
+        progress=_progress(options),
+    )
+    text = json.dumps(comparison.as_json(), indent=2)
+    if output is not None:
+        write(output, f"{text}\n".encode())
+    print(text if options.json else comparison.table())
+    if output is not None:
+        _say(
+            options, f"wrote {output}; {run} keeps the features of the samples (delete it when you are done)"
+        )
+    return 0
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -96,6 +220,20 @@ def demo(options: argparse.Namespace) -> int:
     options.run = run_directory(options.out, options.seed)
     run_demo(options.out, seed=options.seed, device=_device(options.device), progress=_progress(options))
     return 0
+
+
+def _check_output(output: Path, force: bool) -> None:
+    """Say what is wrong with the file to write before any work is done for it."""
+    if output.is_dir():
+        raise TrueupError(f"{output} is a directory: name the file to write with -o")
+    if output.exists() and not output.is_file():
+        raise TrueupError(f"{output} is not a file that can be replaced: name another with -o")
+    if output.exists() and not force:
+        raise TrueupError(f"{output} exists: pass --force to replace it, or name another file with -o")
+    if not output.parent.is_dir():
+        raise TrueupError(f"{output.parent} is not a directory: make it first")
+    if not os.access(output.parent, os.W_OK):
+        raise TrueupError(f"cannot write in {output.parent}")
 
 
 def _denoiser(options: argparse.Namespace) -> Denoiser:
@@ -152,10 +290,10 @@ def _diagnose(denoiser: Denoiser, options: argparse.Namespace) -> str | None:
     return found.problem
 
 
-def _moments(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) -> Moments:
+def _moments(denoiser: Denoiser, data: Any, options: argparse.Namespace, run: Path | None) -> Moments:
     moments = measure(
         denoiser,
-        bundled(options.data),
+        data,
         images=options.images,
         seed=options.seed,
         antithetic=options.antithetic,
@@ -184,6 +322,14 @@ def _report(calibration: Calibration, options: argparse.Namespace, more: dict[st
         print(f"verdict: {calibration.verdict()}")
         return
     print(show(calibration, plain=plain_output()))
+
+
+def _decoder(options: argparse.Namespace, denoiser: Denoiser) -> Callable[[Tensor], Tensor] | None:
+    """What makes images of a latent model's samples: what --vae names, or what lies beside the model."""
+    if options.vae is not None:
+        return as_decoder(options.vae, denoiser.device)
+    found = find_decoder(bundled(options.model)) if denoiser.data_range is None else None
+    return as_decoder(found, denoiser.device) if found is not None else None
 
 
 def _say(options: argparse.Namespace, line: str) -> None:

@@ -143,6 +143,10 @@ class Samples:
         """One sample of data that is not a stream."""
         return self._sample(split_row(self.source[index])[0], index)
 
+    def label(self, index: int) -> Any:
+        """One sample's label, or None."""
+        return self.labels[index] if self.labels is not None else split_row(self.source[index])[1]
+
     def _items(self, start: int, stop: int | None) -> Iterator[tuple[int, Any]]:
         if self.indexed:
             end = len(self.source) if stop is None else min(stop, len(self.source))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +45,8 @@ class Denoiser:
     `network` is called as `network(x_t, t)`, or `network(x_t, t, y)` for a conditional one, with x_t of
     shape (B, *shape) and t of shape (B,). `shape` is one sample's, channels first. `data_range` is what
     the network was trained on; None means the data is not images (latents, say) and is not rescaled.
+    `null_label` is the label of a conditional network that stands for none. `scheduler_config` is that of the
+    diffusers scheduler the network came with; samplers of that name are set up like it.
 
     >>> from trueup.process import ContinuousVP
     >>> net = Denoiser(lambda x_t, t: x_t, ContinuousVP(), "noise", shape=(1, 8, 8))
@@ -64,6 +66,8 @@ class Denoiser:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         call: Callable[..., Any] | None = None,
+        null_label: Any = None,
+        scheduler_config: Mapping[str, Any] | None = None,
         description: str | None = None,
     ):
         if not callable(network):
@@ -82,6 +86,8 @@ class Denoiser:
             raise ModelError(f"shape is one sample's, (channels, *spatial), got {self.shape}")
         self.data_range = data_range
         self.conditional = conditional
+        self.null_label = null_label
+        self.scheduler_config = None if scheduler_config is None else dict(scheduler_config)
         self._call = call or network
         weight = next(network.parameters(), None) if isinstance(network, nn.Module) else None
         self.device = torch.device(device or (weight.device if weight is not None else "cpu"))
@@ -96,6 +102,10 @@ class Denoiser:
 
     def __call__(self, x_t: Tensor, t: Tensor, y: Any = None) -> Tensor:
         """The network's prediction, mean channels only (a learned variance is cut off)."""
+        return self.with_variance(x_t, t, y)[:, : self.shape[0]]
+
+    def with_variance(self, x_t: Tensor, t: Tensor, y: Any = None) -> Tensor:
+        """The network's prediction, with the channels of a learned variance if it has one."""
         times = t
         if self.process.integer_times and not t.is_floating_point():
             times = t.to(torch.int64)
@@ -112,7 +122,7 @@ class Denoiser:
                 f"the network returned {output.shape[1]} channels for {channels}: expected {channels}, "
                 f"or {2 * channels} with a learned variance"
             )
-        return output[:, :channels]
+        return output
 
     def fingerprint(self) -> dict[str, str]:
         """Hashes of the weights; empty for a network without any."""

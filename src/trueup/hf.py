@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trueup import process as processes
-from trueup.denoiser import Denoiser
+from trueup.denoiser import Denoiser, prediction
 from trueup.errors import ModelError
 from trueup.parametrization import Parametrization
 from trueup.schedules import schedule
@@ -104,9 +104,44 @@ def as_denoiser(
         data_range=model_range or (None if latent else (-1.0, 1.0)),
         conditional=conditional,
         call=_with_labels(network) if conditional else None,
+        null_label=settings.get("num_embeds_ada_norm"),  # DiT's has a row more than there are classes
+        scheduler_config=config,
         description=str(settings["_class_name"]),
     )
     return denoiser.to(device) if device is not None else denoiser
+
+
+def as_decoder(vae: Any, device: torch.device | str | None = None) -> Callable[[Tensor], Tensor]:
+    """What turns latents into images in -1..1, from an autoencoder of diffusers or its directory."""
+    module: Any = _load_network(Path(vae)) if isinstance(vae, (str, Path)) else vae
+    if not (isinstance(module, nn.Module) and hasattr(module, "decode")):
+        raise ModelError(f"{_name(vae)} is no autoencoder: it has no decode")
+    module = module.to(device) if device is not None else module
+    config = _config(module)
+    scale, shift = config.get("scaling_factor") or 1.0, config.get("shift_factor") or 0.0
+    mean, std = config.get("latents_mean"), config.get("latents_std")
+
+    @torch.inference_mode()
+    def decode(x: Tensor) -> Tensor:
+        weight = next(module.parameters())
+        x = x.to(weight)
+        wide = (1, -1, *[1] * (x.ndim - 2))
+        if mean is not None and std is not None:  # per channel
+            x = x * x.new_tensor(std).view(wide) / scale + x.new_tensor(mean).view(wide)
+        else:
+            x = x / scale + shift
+        return prediction(module.decode(x)).float()
+
+    return decode
+
+
+def find_decoder(model: Any) -> Any:
+    """The autoencoder beside a network: a pipeline's own, or in a directory; None if there is none."""
+    if isinstance(model, (str, Path)):
+        places = (Path(model), Path(model).parent)
+        found = (p / name for p in places for name in _AUTOENCODERS if (p / name / "config.json").exists())
+        return next(found, None)
+    return next((v for name in _AUTOENCODERS if (v := getattr(model, name, None)) is not None), None)
 
 
 def _with_labels(network: nn.Module) -> Any:

@@ -98,6 +98,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         "weights": calibration.provenance.get("weights"),
         "seed": calibration.provenance.get("seed"),
         "data_fingerprint": calibration.data_fingerprint,
+        "generated": calibration.generated,
     }
 
 

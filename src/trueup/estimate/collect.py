@@ -87,6 +87,8 @@ def measure(
     samples = Samples(data, denoiser.shape, denoiser.data_range, transform, skip_bad)
     seed = int(seed)
     fresh = _empty(denoiser, levels, seed, antithetic, edges, transform)
+    if hasattr(data, "origin"):  # not data but samples, see `trueup.generate`
+        fresh.provenance["generated"] = data.origin
     with Run(run) if run is not None else nullcontext() as kept:
         return _measure(denoiser, samples, fresh, images, mean_images, seed, batch_size, kept, progress)
 

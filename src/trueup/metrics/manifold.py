@@ -1,0 +1,93 @@
+"""Precision and recall by nearest neighbours (Kynkäänniemi et al. 2019, arXiv:1904.06991)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from trueup.errors import DataError
+from trueup.metrics.estimate import Estimate, group_index
+from trueup.metrics.gaussian import rows_of
+
+_ENTRIES = 2**23  # distances at once: a few arrays of 64 MB, besides float64 copies of the features
+
+
+def precision_recall(reference: Tensor, generated: Tensor, k: int = 3) -> tuple[Estimate, Estimate]:
+    """Share of generated images inside the reference's manifold, and of the reference inside theirs.
+
+    A manifold is a ball around every image of the set, out to its k-th nearest other image. The balls of
+    precision are the reference's: it is a mean over generated images. The balls of recall are the generated
+    images': their influence is by the jackknife over groups, and equal within a group; its standard error
+    came out 1.4 to 1.7 times the real scatter, on the safe side.
+
+    >>> line = torch.arange(10.0)[:, None]
+    >>> precision, recall = precision_recall(line, line[:5] + 0.5, k=1)
+    >>> precision.value, recall.value
+    (1.0, 0.6)
+    """
+    for name, rows in (("reference", reference), ("generated", generated)):
+        if len(rows_of(rows, f"{name} features")) <= k:
+            raise DataError(
+                f"{len(rows)} {name} images have no {k} neighbours each; give more, or a smaller k"
+            )
+    if reference.shape[1] != generated.shape[1]:
+        raise DataError(
+            f"reference features of {reference.shape[1]} dimensions, generated of {generated.shape[1]}"
+        )
+    centre = reference.double().mean(0)  # distances do not change, their rounding shrinks
+    reference, generated = reference.double() - centre, generated.double() - centre
+    groups = group_index(len(generated)).to(generated.device)
+    sizes = groups.bincount()
+    balls = _radii(reference, 1, k)[:, 0]
+    theirs = _radii(generated, len(sizes), k)  # (n, 1 + groups)
+    inside = torch.zeros(len(generated), dtype=torch.bool, device=generated.device)
+    covered = torch.zeros(theirs.shape[1], dtype=torch.float64, device=generated.device)
+    for start, squares in _squared_distances(reference, generated):
+        inside |= (squares <= balls[start : start + len(squares), None]).any(0)
+        covered += torch.stack([(squares <= radii).any(1).sum() for radii in theirs.T])
+    precision = inside.double()
+    recall = float(covered[0]) / len(reference)
+    influence = None
+    if len(generated) - int(sizes.max()) > k:  # every ball is left with its neighbours
+        jackknife = (len(generated) - sizes) / sizes * (recall - covered[1:] / len(reference))
+        influence = jackknife[groups] - jackknife[groups].mean()
+    return (
+        Estimate(float(precision.mean()), precision - precision.mean()),
+        Estimate(recall, influence),
+    )
+
+
+def _radii(rows: Tensor, groups: int, k: int) -> Tensor:
+    """Squared distance to the k-th nearest other row: (n, 1 + G), of all rows, then without each group.
+
+    A row of the group left out has no ball: -1, which no squared distance reaches.
+    """
+    radii = rows.new_full((len(rows), 1 + groups), -1.0)
+    for start, squares in _squared_distances(rows, rows):
+        part = radii[start : start + len(squares)]
+        squares[:, start : start + len(squares)].fill_diagonal_(math.inf)  # itself, not its duplicates
+        nearest = [_smallest(columns, k) for columns in squares.tensor_split(groups, 1)]
+        part[:, 0] = _smallest(torch.cat(nearest, 1), k)[:, -1]
+        for group in range(groups if groups > 1 else 0):
+            others = nearest[:group] + nearest[group + 1 :]
+            part[:, 1 + group] = _smallest(torch.cat(others, 1), k)[:, -1]
+    for group, members in enumerate(radii.tensor_split(groups)):
+        members[:, 1 + group] = -1.0
+    return radii
+
+
+def _smallest(values: Tensor, k: int) -> Tensor:
+    return values.topk(min(k, values.shape[1]), largest=False, sorted=True).values
+
+
+def _squared_distances(a: Tensor, b: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Row index and squared distances (rows, len(b)), some rows of `a` at a time."""
+    size_a, size_b = a.square().sum(1), b.square().sum(1)
+    step = max(1, _ENTRIES // len(b))
+    for start in range(0, len(a), step):
+        sizes = size_a[start : start + step, None] + size_b
+        squares = torch.addmm(sizes, a[start : start + step], b.T, alpha=-2.0)
+        yield start, squares.masked_fill_(squares < 1e-13 * sizes, 0.0)  # equal rows, but for rounding

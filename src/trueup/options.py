@@ -1,0 +1,301 @@
+"""What can be typed: commands, options, and help that opens with examples. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trueup import __version__
+
+_OVERVIEW = """examples:
+  trueup demo                                          see the point, on a model that comes with trueup
+  trueup calibrate bundled:raw --data bundled:images -o raw.trueup.safetensors
+
+Trues up trained diffusion models: measures how a network misses at every noise level, and writes the
+correction as one small file that trueup.attach puts on the model. `trueup COMMAND --help` says more.
+"""
+_CALIBRATE = """examples:
+  trueup calibrate bundled:raw --data bundled:images --images 100 -o raw.trueup.safetensors
+  trueup calibrate bundled:ema --data bundled:images --family shift --json -o ema.trueup.safetensors
+
+Measures MODEL on images and writes its calibration. Work is kept in a run directory after every batch:
+interrupted, the same command goes on from there, and with a larger --images it adds to what it has.
+"""
+_CHECK = """examples:
+  trueup check bundled:raw --data bundled:images
+  trueup check bundled:ema --data bundled:images --images 50 --fail-above 0.01 --quiet
+
+Says how miscalibrated MODEL is, and whether it is being used as it was trained: wrong range, BGR, another
+prediction type or schedule are named, with exit code 2. Writes nothing. Exits with 1 if --fail-above is
+surely exceeded.
+"""
+_SAMPLE = """examples:
+  trueup sample bundled:raw -n 16 --solver dpm-solver-3 --nfe 20 -o before.png
+  trueup sample bundled:raw --calibration raw.trueup.safetensors -n 16 --solver unipc --nfe 10 -o after/
+
+Draws samples: a folder of PNGs, a grid if the name ends in .png, arrays if it ends in .npz. Image i of a seed
+starts from the same noise whatever else is asked for, so that samples with and without a calibration compare.
+Interrupted, the same command goes on where it was.
+"""
+_EVALUATE = """examples:
+  trueup evaluate bundled:raw --calibration raw.trueup.safetensors --data bundled:images --features pixels
+  trueup evaluate bundled:raw --calibration raw.trueup.safetensors --data bundled:images --features pixels \\
+      --solver dpm-solver-3,ddim --nfe 10,20 --samples 200 -o comparison.json
+
+Samples MODEL with and without the calibration from the same seeds and compares both with the data: Fréchet
+distance and its relatives, precision and recall, colour drift, denoising loss on images the calibration has
+not seen; each with an interval, and plain words where the difference is within noise.
+"""
+_INSPECT = """examples:
+  trueup inspect raw.trueup.safetensors
+  trueup inspect raw.trueup.safetensors --json
+"""
+_DEMO = """examples:
+  trueup demo
+  trueup demo --out /tmp/trueup-demo --seed 1
+
+Calibrates the raw last weights of a small Fashion-MNIST model, samples before and after with the same seeds,
+and writes the calibration and one picture: uncalibrated, shift, spectral, and the EMA weights beside them.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Help that opens with examples, and errors of one line."""
+
+    def __init__(self, *args: Any, opening: str = "", **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.opening = opening
+
+    def format_help(self) -> str:
+        return f"{self.opening}\n{super().format_help()}"
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def parser() -> _Parser:
+    """The whole command line."""
+    top = _Parser(prog="trueup", opening=_OVERVIEW)
+    top.add_argument("--version", action="version", version=f"trueup {__version__}")
+    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+
+    calibrate = commands.add_parser(
+        "calibrate", help="measure a model and write its calibration", opening=_CALIBRATE
+    )
+    data = _add_data(calibrate, images=500)
+    data.add_argument(
+        "--generated", type=_positive, metavar="N", help="instead of --data: N samples of the model itself"
+    )
+    data.add_argument(
+        "--generate-nfe", type=_positive, default=50, metavar="N", help="evaluations for each (default: 50)"
+    )
+    data.add_argument("--labels", type=_labels, metavar="A,B,..", help="labels of generated images, in turn")
+    _add_model(calibrate)
+    _add_fit(calibrate)
+    calibrate.add_argument(
+        "-o", "--output", required=True, type=Path, metavar="FILE", help="the calibration to write"
+    )
+    calibrate.add_argument("--force", action="store_true", help="replace FILE if it exists")
+    calibrate.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: FILE.run)")
+    calibrate.add_argument(
+        "--trust", action="store_true", help="calibrate even if the model seems to be used wrongly"
+    )
+    calibrate.set_defaults(command="calibrate", parser=calibrate)
+
+    check = commands.add_parser(
+        "check", help="say how miscalibrated a model is; write nothing", opening=_CHECK
+    )
+    _add_data(check, images=100)
+    _add_model(check)
+    _add_fit(check)
+    check.add_argument(
+        "--fail-above",
+        type=_positive_float,
+        metavar="X",
+        help="exit with 1 if calibrating would surely gain more than X bits/dim of the likelihood bound",
+    )
+    check.set_defaults(command="check", parser=check)
+
+    sample = commands.add_parser("sample", help="draw samples, calibrated or not", opening=_SAMPLE)
+    sample.add_argument("-n", "--samples", type=_positive, default=64, metavar="N", help="default: 64")
+    sample.add_argument("--calibration", type=Path, metavar="FILE", help="what `calibrate` wrote")
+    sample.add_argument("--solver", default="dpm-solver-3", metavar="NAME", help=_SOLVERS)
+    sample.add_argument("--nfe", type=_positive, default=20, metavar="N", help=_NFE)
+    _add_sampling(sample)
+    _add_model(sample)
+    sample.add_argument(
+        "-o", "--output", required=True, type=Path, metavar="PATH", help="a folder, or a .png or .npz file"
+    )
+    sample.add_argument("--force", action="store_true", help="replace what trueup wrote there before")
+    sample.set_defaults(command="sample", parser=sample)
+
+    evaluate = commands.add_parser(
+        "evaluate", help="compare samples with and without a calibration", opening=_EVALUATE
+    )
+    evaluate.add_argument(
+        "--calibration", type=Path, required=True, metavar="FILE", help="what `calibrate` wrote"
+    )
+    evaluate.add_argument("--solver", type=_names, default=["dpm-solver-3"], metavar="A,B,..", help=_SOLVERS)
+    evaluate.add_argument("--nfe", type=_counts, default=[20], metavar="N,M,..", help=_NFE)
+    evaluate.add_argument("-n", "--samples", type=_positive, default=1000, metavar="N", help="default: 1000")
+    _add_data(evaluate, images=10000)
+    measures = evaluate.add_argument_group("measures")
+    measures.add_argument(
+        "--features",
+        default="efficientnet",
+        metavar="NAME",
+        help="efficientnet (default), inception, pixels, or package.module:name",
+    )
+    measures.add_argument("--weights", type=Path, metavar="FILE", help="of the feature network")
+    measures.add_argument("--reference", type=Path, metavar="FILE", help="instead of --data, saved before")
+    measures.add_argument("--save-reference", type=Path, metavar="FILE", help="keep the data's statistics")
+    _add_sampling(evaluate)
+    _add_model(evaluate)
+    evaluate.add_argument("-o", "--output", type=Path, metavar="FILE", help="write a comparison.json")
+    evaluate.add_argument("--force", action="store_true", help="replace FILE if it exists")
+    evaluate.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: FILE.run)")
+    evaluate.set_defaults(command="evaluate", parser=evaluate)
+
+    inspect = commands.add_parser("inspect", help="print what a calibration file says", opening=_INSPECT)
+    inspect.add_argument("file", metavar="FILE", help="a .trueup.safetensors file")
+    inspect.add_argument("--json", action="store_true", help="JSON on standard output")
+    inspect.set_defaults(command="inspect", parser=inspect, quiet=False)
+
+    demo = commands.add_parser(
+        "demo", help="calibrate the bundled model and draw what it does", opening=_DEMO
+    )
+    demo.add_argument(
+        "--out", type=Path, default=Path("trueup-demo"), metavar="DIR", help="where everything goes"
+    )
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    demo.add_argument("--quiet", action="store_true", help="no progress")
+    demo.set_defaults(command="demo", parser=demo, json=False)
+    return top
+
+
+_SOLVERS = (
+    "dpm-solver-1, -2, -3 (default), each also with -fixed or -adaptive; ddim, ddpm, pndm, dpm++2m, dpm++2s, "
+    "unipc, deis, euler, euler-a, heun, kdpm2, edm-euler, flow-euler; or the class of a diffusers scheduler"
+)
+_NFE = "evaluations of the network per sample (default: 20); some solvers make fewer"
+
+
+def _add_data(parser: _Parser, images: int) -> Any:
+    data = parser.add_argument_group("images")
+    data.add_argument(
+        "--data", metavar="DATA", help="a folder of images, a .npy or .npz file, or bundled:images"
+    )
+    data.add_argument(
+        "--images", type=_positive, default=images, metavar="N", help="use the first N (default: %(default)s)"
+    )
+    data.add_argument(
+        "--resize", choices=("shorter", "exact"), help="make images the model's size; else they must be"
+    )
+    data.add_argument("--crop", choices=("center",), help="cut out the middle, after resizing")
+    data.add_argument("--flip", action="store_true", help="mirror every second image, for models trained so")
+    data.add_argument("--data-range", type=_range, metavar="LOW,HIGH", help="range of floating point arrays")
+    data.add_argument(
+        "--skip-bad", action="store_true", help="leave out images that cannot be used, and count them"
+    )
+    return data
+
+
+def _add_model(parser: _Parser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", help="a directory written by save_pretrained, or bundled:raw, bundled:ema"
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--scheduler", type=Path, metavar="PATH", help="scheduler_config.json or its directory"
+    )
+    model.add_argument(
+        "--prediction",
+        choices=("noise", "data", "velocity", "score", "flow"),
+        help="what it predicts (default: what the scheduler says)",
+    )
+    model.add_argument(
+        "--model-range", type=_range, metavar="LOW,HIGH", help="what it was trained on (default: -1,1)"
+    )
+    model.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    model.add_argument(
+        "--batch-size", type=_positive, metavar="N", help="found, and halved when memory runs out"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--json", action="store_true", help="JSON on standard output, all else on standard error"
+    )
+    output.add_argument("--quiet", action="store_true", help="no progress, and only what matters most")
+
+
+def _add_fit(parser: _Parser) -> None:
+    fit = parser.add_argument_group("calibration")
+    fit.add_argument("--family", choices=("spectral", "shift"), default="spectral")
+    fit.add_argument("--estimator", choices=("shrunk", "regressed", "paired", "plain"), default="shrunk")
+    fit.add_argument(
+        "--antithetic", action="store_true", help="run every image with its noise and its negative"
+    )
+
+
+def _add_sampling(parser: _Parser) -> None:
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--grid", choices=("logsnr", "uniform", "quadratic"), help="where DPM-Solver puts its levels"
+    )
+    sampling.add_argument("--labels", type=_labels, metavar="A,B,..", help="sample these labels in turn")
+    sampling.add_argument("--guidance", type=float, default=1.0, metavar="W", help="classifier-free guidance")
+    sampling.add_argument("--null-label", type=int, metavar="N", help="the label that stands for none")
+    sampling.add_argument(
+        "--vae", type=Path, metavar="DIR", help="decodes latents (default: the one beside MODEL)"
+    )
+
+
+def _labels(text: str) -> list[int]:
+    """Labels: 3, or 0,1,2, or 0-9."""
+    labels: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not (first.isascii() and first.isdigit() and (not dash or (last.isascii() and last.isdigit()))):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of labels, for instance 0,1,2 or 0-9")
+        labels += range(int(first), int(last or first) + 1)
+    return labels
+
+
+def _names(text: str) -> list[str]:
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names no solver")
+    return names
+
+
+def _counts(text: str) -> list[int]:
+    return [_positive(part.strip()) for part in text.split(",")]
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def _range(text: str) -> tuple[float, float]:
+    try:
+        low, high = (float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LOW,HIGH, for instance 0,1") from None
+    if not -float("inf") < low < high < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: LOW must be below HIGH")
+    return low, high

@@ -1,0 +1,246 @@
+"""DPM-Solver, orders 1 to 3, singlestep: Lu et al. 2022, algorithms 1 and 2, as published.
+
+A step from level s to level t evaluates the network at s and at order - 1 levels between. Every value it
+forms is a combination of x_s, the first eps and the latest one, so a step is a small table of weights,
+computed once in float64 (equations 30 to 32 of docs/math.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trueup.errors import TrueupError
+from trueup.parametrization import Parametrization
+from trueup.process import ContinuousVP, DiscreteVP, NoiseProcess
+from trueup.sampling.grid import GRIDS, between, from_unit
+from trueup.sampling.network import Network
+
+ALLOCATIONS = ("fast", "fixed", "adaptive")
+_COARSE_END, _FINE_END, _FINE_FROM = 1e-3, 1e-4, 15  # end time below 15 evaluations, and from there on
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Noise levels: times and what the process says of them, in float64, any shape."""
+
+    t: Tensor
+    log_alpha: Tensor
+    lam: Tensor
+
+    @classmethod
+    def at(cls, process: NoiseProcess, t: Tensor) -> Levels:
+        """The levels at some times."""
+        return cls(t, process.log_alpha(t), process.lam(t))
+
+    @property
+    def sigma(self) -> Tensor:
+        """Scale of the noise."""
+        return (self.log_alpha - self.lam).exp()
+
+    def points(self) -> list[Levels]:
+        """One by one."""
+        return [Levels(*values) for values in zip(self.t, self.log_alpha, self.lam, strict=True)]
+
+
+class Weights(NamedTuple):
+    """A value as x * on_x + eps_first * on_first + eps_latest * on_latest."""
+
+    on_x: Tensor
+    on_first: Tensor
+    on_latest: Tensor
+
+
+def first_order(s: Levels, t: Levels) -> Weights:
+    """DDIM's step from s to t, equation 30."""
+    h = t.lam - s.lam
+    return Weights((t.log_alpha - s.log_alpha).exp(), -t.sigma * torch.expm1(h), torch.zeros_like(h))
+
+
+def midpoint(s: Levels, m: Levels, t: Levels) -> Weights:
+    """Second order from eps at s and at m between, equation 31."""
+    on_x, on_eps, _ = first_order(s, t)
+    r = (m.lam - s.lam) / (t.lam - s.lam)
+    on_latest = on_eps / (2 * r)
+    return Weights(on_x, on_eps - on_latest, on_latest)
+
+
+def taylor(s: Levels, m: Levels, t: Levels) -> Weights:
+    """The step of algorithm 2, with the slope of eps taken from s to m, equation 32."""
+    on_x, on_eps, _ = first_order(s, t)
+    h = t.lam - s.lam
+    r = (m.lam - s.lam) / h
+    on_latest = -t.sigma / r * (torch.expm1(h) / h - 1)
+    return Weights(on_x, on_eps - on_latest, on_latest)
+
+
+def tableau(points: Sequence[Levels]) -> list[Weights]:
+    """How each point after the first follows from those before it; as many points as order + 1."""
+    if len(points) == 2:
+        return [first_order(*points)]
+    if len(points) == 3:
+        s, m, t = points
+        return [first_order(s, m), midpoint(s, m, t)]
+    s, m1, m2, t = points
+    return [first_order(s, m1), taylor(s, m1, m2), taylor(s, m2, t)]
+
+
+def eps_weights(parametrization: Parametrization, levels: Levels) -> tuple[Tensor, Tensor]:
+    """(on output, on x_t) of eps, equation 6."""
+    alpha, sigma = levels.log_alpha.exp(), levels.sigma
+    p, q = parametrization.coefficients(alpha, sigma)
+    return alpha / (alpha * q - sigma * p), -p / (alpha * q - sigma * p)
+
+
+def network_times(process: NoiseProcess, levels: Levels) -> Tensor:
+    """What the network is told: never a time it was not trained on.
+
+    The published end time lies below the first timestep, and points shortly before it may as well.
+    """
+    return levels.t.clamp(process.t_min, process.t_max)
+
+
+@dataclass(frozen=True)
+class DPMSolver:
+    """DPM-Solver of one order on one grid.
+
+    grid: "logsnr" (even in lam), "uniform" or "quadratic" in time. allocation: "fast" spends exactly the
+    evaluations asked for, by ending on lower orders where they do not divide; "fixed" takes floor(nfe/order)
+    steps of full order; "adaptive" chooses its steps by atol and rtol, for every image on its own, and
+    needs no nfe. end: the time to stop at, on 0..1; by default 1e-3 below 15 evaluations, then 1e-4.
+
+    >>> DPMSolver(3).orders(20), DPMSolver(3).orders(15), DPMSolver(3, allocation="fixed").orders(20)
+    ([3, 3, 3, 3, 3, 3, 2], [3, 3, 3, 3, 2, 1], [3, 3, 3, 3, 3, 3])
+    """
+
+    order: int = 3
+    grid: str = "logsnr"
+    allocation: str = "fast"
+    end: float | None = None
+    atol: float = 0.0078
+    rtol: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.order not in (1, 2, 3):
+            raise TrueupError(f"DPM-Solver has orders 1, 2 and 3, not {self.order!r}")
+        if self.grid not in GRIDS:
+            raise TrueupError(f"unknown grid {self.grid!r}; choose from {', '.join(GRIDS)}")
+        if self.allocation not in ALLOCATIONS:
+            raise TrueupError(f"unknown allocation {self.allocation!r}; choose from {', '.join(ALLOCATIONS)}")
+        if self.allocation == "adaptive" and self.order == 1:
+            raise TrueupError("the adaptive DPM-Solver compares two orders: use order 2 or 3")
+        if not (self.atol > 0 and self.rtol > 0):
+            raise TrueupError("atol and rtol must be positive")
+        if self.end is not None and not 0 < self.end < 1:
+            raise TrueupError(f"the end time lies between 0 and 1, not at {self.end!r}")
+
+    @property
+    def name(self) -> str:
+        """What `trueup sample --solver` calls it."""
+        return f"dpm-solver-{self.order}" + ("" if self.allocation == "fast" else f"-{self.allocation}")
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether it chooses its own steps."""
+        return self.allocation == "adaptive"
+
+    def orders(self, nfe: int) -> list[int]:
+        """The order of every step."""
+        if nfe < self.order:
+            raise TrueupError(f"{self.name} needs at least {self.order} evaluations, not {nfe}")
+        if self.allocation == "fixed" or self.order == 1:
+            return [self.order] * (nfe // self.order)
+        if self.order == 2:
+            return [2] * (nfe // 2) + [1] * (nfe % 2)
+        whole, rest = divmod(nfe, 3)
+        if rest == 0:
+            return [3] * (whole - 1) + [2, 1]
+        return [3] * whole + [rest]
+
+    def evaluations(self, nfe: int) -> int:
+        """How many evaluations it makes of the `nfe` it may."""
+        return sum(self.orders(nfe))
+
+    def end_time(self, process: NoiseProcess, nfe: int | None) -> Tensor:
+        """The time it stops at."""
+        if self.end is None and not isinstance(process, (DiscreteVP, ContinuousVP)):
+            return torch.tensor(process.t_min, dtype=torch.float64)
+        coarse = nfe is not None and nfe < _FINE_FROM
+        unit = self.end or (_COARSE_END if coarse else _FINE_END)
+        return from_unit(process, torch.tensor(unit, dtype=torch.float64))
+
+    def plan(self, process: NoiseProcess, nfe: int, whole_times: bool = False) -> list[Levels]:
+        """The levels of every step, each of shape (order + 1,), the last of one the first of the next.
+
+        whole_times: every level the network is asked at is moved to the nearest whole timestep.
+        """
+        start, end = torch.tensor(process.t_max, dtype=torch.float64), self.end_time(process, nfe)
+        orders = self.orders(nfe)
+        edges = between(self.grid, process, start, end, len(orders))
+        if self.grid != "logsnr" and self.allocation == "fast":  # as published: even over evaluations
+            position = torch.tensor([0, *orders]).cumsum(0)
+            edges = between(self.grid, process, start, end, sum(orders))[position]
+        steps = []
+        for order, s, t in zip(orders, edges[:-1], edges[1:], strict=True):
+            steps.append(between(self.grid, process, s, t, order))
+        if whole_times:
+            steps = _to_whole_times(steps, process)
+        return [Levels.at(process, step) for step in steps]
+
+    def solve(self, network: Network, x: Tensor, nfe: int | None, advance: Callable[[int], None]) -> Tensor:
+        """From x at the process's end to a sample; `advance(k)` is told of every k evaluations."""
+        if self.adaptive:
+            from trueup.sampling.adaptive import solve
+
+            return solve(self, network, x, advance)
+        assert nfe is not None
+        for step in self._steps(network, nfe, x):
+            state = x
+            first: Tensor | None = None
+            for t, (on_output, on_x), w in zip(step.times, step.eps, step.weights, strict=True):
+                latest = network(state, t)
+                if (on_output, on_x) != (1.0, 0.0):  # not a noise prediction
+                    latest = torch.add(latest * on_output, state, alpha=on_x)
+                advance(1)
+                if first is None:
+                    first = latest
+                    state = torch.add(x * w[0], first, alpha=w[1] + w[2])
+                else:
+                    state = torch.add(x * w[0], first, alpha=w[1]).add_(latest, alpha=w[2])
+            x = state
+        return x
+
+    def _steps(self, network: Network, nfe: int, x: Tensor) -> Iterator[_Step]:
+        """Everything about the steps that does not depend on x, computed and copied to the device at once."""
+        plan = self.plan(network.process, nfe, network.whole_times)
+        times = torch.cat([network_times(network.process, levels)[:-1] for levels in plan]).to(x)
+        done = 0
+        for levels in plan:
+            count = len(levels.t) - 1
+            eps = torch.stack(eps_weights(network.parametrization, levels), 1).tolist()
+            weights = [tuple(map(float, w)) for w in tableau(levels.points())]
+            yield _Step(times[done : done + count].unbind(), [tuple(e) for e in eps[:-1]], weights)
+            done += count
+
+
+class _Step(NamedTuple):
+    times: Sequence[Tensor]  # for the network, on its device
+    eps: list[tuple[float, ...]]  # eps as weights on output and x_t
+    weights: list[tuple[float, ...]]  # see Weights
+
+
+def _to_whole_times(steps: list[Tensor], process: NoiseProcess) -> list[Tensor]:
+    """Every level but the last on a whole timestep; steps that would be empty are left out."""
+    moved = []
+    for number, step in enumerate(steps):
+        whole = process.snap(step)
+        if number == len(steps) - 1 and step[-1] < whole[-1]:
+            whole[-1] = step[-1]  # where it ends it is not asked
+        whole = torch.unique_consecutive(whole)
+        if len(whole) > 1:
+            moved.append(whole)
+    return moved

@@ -1,0 +1,229 @@
+"""Any diffusers scheduler as a solver: its steps, our loop, our noise."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from trueup.denoiser import Denoiser
+from trueup.errors import MismatchError, ModelError, TrueupError
+from trueup.noise import normal
+from trueup.process import EDM, DiscreteVP, Flow
+from trueup.sampling.network import Network
+from trueup.schedules import schedule
+
+# What people call them: the class, and what it is set to.
+NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddpm": ("DDPMScheduler", {}),
+    "ddim": ("DDIMScheduler", {}),
+    "pndm": ("PNDMScheduler", {"skip_prk_steps": True}),
+    "dpm++2m": ("DPMSolverMultistepScheduler", {"solver_order": 2}),
+    "dpm++3m": ("DPMSolverMultistepScheduler", {"solver_order": 3}),
+    "dpm++2m-sde": ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}),
+    "dpm++2s": ("DPMSolverSinglestepScheduler", {"solver_order": 2, "lower_order_final": True}),
+    "dpm++3s": ("DPMSolverSinglestepScheduler", {"solver_order": 3, "lower_order_final": True}),
+    "unipc": ("UniPCMultistepScheduler", {}),
+    "deis": ("DEISMultistepScheduler", {}),
+    "euler": ("EulerDiscreteScheduler", {}),
+    "euler-a": ("EulerAncestralDiscreteScheduler", {}),
+    "heun": ("HeunDiscreteScheduler", {}),
+    "kdpm2": ("KDPM2DiscreteScheduler", {}),
+    "kdpm2-a": ("KDPM2AncestralDiscreteScheduler", {}),
+    "edm-euler": ("EDMEulerScheduler", {}),
+    "edm-dpm++2m": ("EDMDPMSolverMultistepScheduler", {}),
+    "flow-euler": ("FlowMatchEulerDiscreteScheduler", {}),
+    "flow-heun": ("FlowMatchHeunDiscreteScheduler", {}),
+}
+# These draw noise of their own making, in which an image would depend on the others of its batch.
+_OWN_NOISE = ("DPMSolverSDEScheduler", "CosineDPMSolverMultistepScheduler")
+_FIRST_DRAW = -2  # noise key of a scheduler's first draw; -1 is the starting noise
+
+
+class SchedulerSolver:
+    """A diffusers scheduler, by instance. The one given is never changed."""
+
+    adaptive = False
+
+    def __init__(self, scheduler: Any, name: str | None = None):
+        for needed in ("set_timesteps", "step", "config"):
+            if not hasattr(scheduler, needed):
+                raise TrueupError(
+                    f"cannot sample with {type(scheduler).__name__}: it is no diffusers scheduler"
+                )
+        kind = type(scheduler).__name__
+        if kind in _OWN_NOISE:
+            raise TrueupError(
+                f"{kind} draws its own noise, so an image would depend on its batch: use another"
+            )
+        self.scheduler = copy.deepcopy(scheduler)
+        self.name = name or kind
+
+    def __repr__(self) -> str:
+        config = {k: v for k, v in self.scheduler.config.items() if not k.startswith("_")}
+        return f"{type(self.scheduler).__name__}({', '.join(f'{k}={config[k]!r}' for k in sorted(config))})"
+
+    @classmethod
+    def named(cls, name: str, denoiser: Denoiser) -> SchedulerSolver:
+        """A scheduler by one of `NAMES` or by its class, set up for a denoiser.
+
+        It takes over the config of the scheduler the model came with, clipping and spacing included.
+        """
+        kind, settings = NAMES.get(name, (name, {}))
+        try:
+            import diffusers
+        except ImportError:
+            raise ModelError(f"{name} is a scheduler of diffusers: pip install 'trueup[diffusers]'") from None
+        made: Any = getattr(diffusers, kind, None) if kind.endswith("Scheduler") else None
+        if not hasattr(made, "from_config"):
+            raise TrueupError(unknown(name))
+        config = {**_config(denoiser), **settings}
+        flow = isinstance(denoiser.process, Flow) and not kind.startswith("FlowMatch")
+        if flow and "use_flow_sigmas" in inspect.signature(made).parameters:
+            config |= {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+        try:
+            with _Quiet():
+                return cls(made.from_config(config), name)
+        except (ImportError, TypeError, ValueError, NotImplementedError) as error:
+            raise TrueupError(f"{name} cannot be set up for this model: {_line(error)}") from None
+
+    def check(self, denoiser: Denoiser) -> None:
+        """Raise unless the scheduler steps through the noise this network was trained on."""
+        config = {"_class_name": type(self.scheduler).__name__, **dict(self.scheduler.config)}
+        process, parametrization = schedule(config)
+        if parametrization != denoiser.parametrization:
+            raise MismatchError(
+                f"{self.name} is set up for networks that predict {parametrization.name}, this one predicts "
+                f"{denoiser.parametrization.name}"
+            )
+        if not denoiser.process.agrees_with(process):
+            raise MismatchError(
+                f"{self.name} steps through {process.kind} noise, or a schedule of it, that is not what the "
+                f"network was trained on ({denoiser.process.kind})"
+            )
+
+    def evaluations(self, nfe: int) -> int:
+        """How many evaluations it makes of the `nfe` it may."""
+        return len(self._set(nfe).timesteps)
+
+    def _set(self, nfe: int, device: torch.device | None = None) -> Any:
+        """A scheduler with as many steps as take no more than `nfe` evaluations."""
+        reason = ""
+        for steps in range(nfe, 0, -1):
+            scheduler = copy.deepcopy(self.scheduler)
+            try:
+                with _Quiet():
+                    scheduler.set_timesteps(steps, device=device)
+            except (ValueError, IndexError, RuntimeError, AssertionError) as error:
+                reason = f": {_line(error)}"
+                continue
+            if len(scheduler.timesteps) <= nfe:
+                return scheduler
+        raise TrueupError(f"{self.name} cannot sample in {nfe} evaluations{reason}")
+
+    def solve(
+        self,
+        network: Network,
+        x: Tensor,
+        nfe: int | None,
+        advance: Callable[[int], None],
+        *,
+        seed: int,
+        index: Tensor,
+    ) -> Tensor:
+        """From standard normal x to samples; image i's noise depends on the seed and on i alone."""
+        assert nfe is not None
+        scheduler = self._set(nfe, x.device)
+        variance = str(scheduler.config.get("variance_type")).startswith("learned")
+        x = x * float(getattr(scheduler, "init_noise_sigma", 1.0))
+        with _Noise(seed, index):
+            for t in scheduler.timesteps:
+                scaled = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
+                output = network(scaled, t.to(x.device), variance=variance)
+                x = scheduler.step(output, t, x, return_dict=False)[0]
+                advance(1)
+        return x
+
+
+class _Noise(TorchFunctionMode):
+    """Inside, `torch.randn` of a whole batch is the noise of its images: whatever else is in the batch."""
+
+    def __init__(self, seed: int, index: Tensor):
+        super().__init__()
+        self.seed, self.index, self.draws = seed, index, 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func is not torch.randn:
+            return func(*args, **options)
+        shape = options.get("size", args[0] if args and not isinstance(args[0], int) else args)
+        if not shape or shape[0] != len(self.index):
+            return func(*args, **options)
+        self.draws += 1
+        device = torch.device(options.get("device") or "cpu")
+        noise = normal(self.seed, self.index, _FIRST_DRAW - self.draws + 1, tuple(shape[1:]), device)
+        return noise.to(options.get("dtype") or torch.get_default_dtype())
+
+
+class _Quiet:
+    """diffusers logs every config key a scheduler does not know; here that is expected."""
+
+    def __enter__(self) -> None:
+        import logging
+
+        self.logger = logging.getLogger("diffusers")
+        self.level = self.logger.level
+        self.logger.setLevel(logging.ERROR)
+
+    def __exit__(self, *_: object) -> None:
+        self.logger.setLevel(self.level)
+
+
+def unknown(name: str) -> str:
+    """What to say of a solver nobody knows."""
+    return (
+        f"unknown solver {name!r}: use dpm-solver-1, -2 or -3 (with -fixed or -adaptive), the class of a "
+        f"diffusers scheduler, or {', '.join(NAMES)}"
+    )
+
+
+def _config(denoiser: Denoiser) -> dict[str, Any]:
+    """The scheduler config a network came with, or one that says the same of it."""
+    if denoiser.scheduler_config is not None:
+        return dict(denoiser.scheduler_config)
+    process, kind = denoiser.process, denoiser.parametrization.name
+    if isinstance(process, DiscreteVP):
+        alpha2 = process.alphas_cumprod
+        before = torch.cat([torch.ones(1, dtype=torch.float64), alpha2[:-1]])
+        types = {"noise": "epsilon", "data": "sample", "velocity": "v_prediction"}
+        if kind in types:
+            betas = (1 - alpha2 / before).tolist()
+            return {
+                "num_train_timesteps": len(betas),
+                "trained_betas": betas,
+                "prediction_type": types[kind],
+                "clip_sample": False,
+            }
+    if isinstance(process, Flow) and kind == "flow":
+        return {"num_train_timesteps": round(process.time_scale)}
+    if isinstance(process, EDM) and kind in ("edm", "edm_velocity"):
+        return {
+            "sigma_data": process.sigma_data,
+            "sigma_min": process.sigma_min,
+            "sigma_max": process.sigma_max,
+            "prediction_type": "epsilon" if kind == "edm" else "v_prediction",
+        }
+    raise ModelError(
+        f"diffusers has no scheduler for a {kind} prediction under {process.kind} noise: use dpm-solver-3"
+    )
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
