@@ -10,10 +10,21 @@ import numpy as np
 import torch
 
 import trueup
+from trueup.data import Samples
 from trueup.denoiser import Denoiser
 from trueup.estimate.confirm import score
 from trueup.estimate.statistics import mean_and_error
+from trueup.evaluation import build_reference, image_maker
 from trueup.hf import as_denoiser
+from trueup.metrics import (
+    colours,
+    frechet,
+    interval,
+    load_features,
+    paired_difference,
+    wasserstein,
+)
+from trueup.sampling import sample_batches
 
 FINDINGS_LEVELS = (999, 852, 673, 440, 177, 44, 8)
 
@@ -55,6 +66,51 @@ def levels_with(denoiser: Denoiser, extra=FINDINGS_LEVELS) -> torch.Tensor:
 def gains(held_out, correction) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss a correction removes per level on held-out images, with its standard error."""
     return mean_and_error(score(held_out, correction).gain().sum(2), held_out.rows)
+
+
+class Quality:
+    """Fréchet distance and colour drift of samples, with what every image did to them.
+
+    Features: EfficientNet-lite0's, against those of the reference images.
+    """
+
+    def __init__(self, denoiser: Denoiser, images: np.ndarray, features: str = "efficientnet"):
+        self.features = load_features(features, device=denoiser.device)
+        source = Samples(images, denoiser.shape, denoiser.data_range)
+        self.reference = build_reference(
+            source, self.features, image_maker(denoiser), batch_size=500, progress=False
+        )
+
+    def __call__(self, denoiser: Denoiser, calibration, solver, nfe: int, samples: int, batch_size: int):
+        """(Fréchet distance, W1 of mean colour) of `samples` samples, as Estimates."""
+        parts, colour = [], []
+        to_images = image_maker(denoiser)
+        for _, x in sample_batches(
+            denoiser,
+            samples,
+            solver=solver,
+            nfe=nfe,
+            calibration=calibration,
+            batch_size=batch_size,
+            progress=False,
+        ):
+            images = to_images(x)
+            parts.append(self.features(images).pooled.cpu())
+            colour.append(colours(images))
+        pooled = torch.cat(parts)
+        return frechet(pooled, self.reference.pooled), wasserstein(torch.cat(colour), self.reference.colours)
+
+
+def plus_minus(estimate) -> str:
+    low, high, _ = interval(estimate)
+    return f"{estimate.value:.3g} ± {(high - low) / 2:.2g}"
+
+
+def change(before, after) -> str:
+    """The paired difference, and whether it is more than luck."""
+    difference, low, high, _ = paired_difference(before, after)
+    word = "" if low > 0 or high < 0 else ", within noise"
+    return f"{difference:+.3g} ± {(high - low) / 2:.2g}{word}"
 
 
 def table(rows: list[list[str]]) -> str:

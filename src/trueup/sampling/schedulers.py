@@ -111,14 +111,14 @@ class SchedulerSolver:
         """How many evaluations it makes of the `nfe` it may."""
         return len(self._set(nfe).timesteps)
 
-    def _set(self, nfe: int, device: torch.device | None = None) -> Any:
+    def _set(self, nfe: int) -> Any:
         """A scheduler with as many steps as take no more than `nfe` evaluations."""
         reason = ""
         for steps in range(nfe, 0, -1):
             scheduler = copy.deepcopy(self.scheduler)
             try:
                 with _Quiet():
-                    scheduler.set_timesteps(steps, device=device)
+                    scheduler.set_timesteps(steps)
             except (ValueError, IndexError, RuntimeError, AssertionError) as error:
                 reason = f": {_line(error)}"
                 continue
@@ -138,16 +138,21 @@ class SchedulerSolver:
     ) -> Tensor:
         """From standard normal x to samples; image i's noise depends on the seed and on i alone."""
         assert nfe is not None
-        scheduler = self._set(nfe, x.device)
+        scheduler = self._set(nfe)
+        times = scheduler.timesteps  # kept on the CPU: a scheduler that looks one up must not wait for a GPU
         variance = str(scheduler.config.get("variance_type")).startswith("learned")
         x = x * float(getattr(scheduler, "init_noise_sigma", 1.0))
         with _Noise(seed, index):
-            for t in scheduler.timesteps:
+            for t, at in zip(times, _for_network(times, x), strict=True):
                 scaled = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
-                output = network(scaled, t.to(x.device), variance=variance)
+                output = network(scaled, at, variance=variance)
                 x = scheduler.step(output, t, x, return_dict=False)[0]
                 advance(1)
         return x
+
+
+def _for_network(times: Tensor, x: Tensor) -> Tensor:
+    return times.to(x) if times.is_floating_point() else times.to(x.device)
 
 
 class _Noise(TorchFunctionMode):

@@ -1,0 +1,93 @@
+"""How many images a calibration needs, the paper's table 3: its estimator and ours, with data or without.
+
+    python benchmarks/images.py --model RAW EMA --data cifar10.npy --test cifar10-test.npy
+
+Calibrates from the first 50 to 50,000 images, and from the model's own samples (DPM-Solver-3 in 50
+evaluations), then samples with DPM-Solver-3 in 20, the same seeds in every row. `plain` is the published
+estimator of the published shift. Fréchet distances (EfficientNet-lite0 features, not Inception's) are to the
+test images.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import trueup
+
+from common import Quality, change, finish, load_images, load_model, parser, plus_minus, table
+
+FITS = {"plain": ("shift", "plain"), "shift": ("shift", "shrunk"), "spectral": ("spectral", "shrunk")}
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("--test", required=True, metavar="FILE", help=".npy of images to compare with")
+    p.add_argument("--images", type=int, nargs="+", default=[50, 100, 500, 2000, 10000, 50000])
+    p.add_argument("--generated", type=int, nargs="*", default=[500, 2000, 10000])
+    p.add_argument("--samples", type=int, default=5000)
+    p.add_argument("--solver", default="dpm-solver-3")
+    p.add_argument("--nfe", type=int, default=20)
+    options = p.parse_args()
+    images = load_images(options)
+    options.data = options.test
+    test = load_images(options)
+    results = {}
+    for path in options.model:
+        denoiser = load_model(path, options)
+        quality = Quality(denoiser, test)
+
+        def measured(calibration, denoiser=denoiser, quality=quality):
+            return quality(
+                denoiser, calibration, options.solver, options.nfe, options.samples, options.batch_size
+            )
+
+        base = measured(None)
+        print(f"\n{path}: uncalibrated FD {plus_minus(base[0])}, W1 {plus_minus(base[1])}\n", flush=True)
+        generated = (
+            trueup.generate(denoiser, max(options.generated), batch_size=options.batch_size, progress=False)
+            if options.generated
+            else None
+        )
+        sources = [("data", images, n) for n in options.images if n <= len(images)]
+        sources += [("generated", generated, n) for n in options.generated]
+        entry, found = {"uncalibrated": [e.value for e in base]}, {}
+        rows = [["images", "from", *(f"FD, {name}" for name in FITS), *(f"W1, {name}" for name in FITS)]]
+        rows[0].append("spectral's FD against uncalibrated")
+        with tempfile.TemporaryDirectory() as folder:
+            for origin, source, count in sources:
+                moments = trueup.measure(
+                    denoiser,
+                    source,
+                    images=count,
+                    batch_size=options.batch_size,
+                    run=Path(folder) / origin,
+                    progress=False,
+                )
+                for name, (family, estimator) in FITS.items():
+                    calibration = trueup.fit(moments, family=family, estimator=estimator)
+                    found[origin, count, name] = measured(calibration)
+                here = [found[origin, count, name] for name in FITS]
+                rows.append(
+                    [
+                        f"{count:,}",
+                        origin,
+                        *(plus_minus(e[0]) for e in here),
+                        *(f"{e[1].value:.1f}" for e in here),
+                    ]
+                    + [change(base[0], here[-1][0])]
+                )
+                entry[f"{origin} {count}"] = {n: [e.value for e in found[origin, count, n]] for n in FITS}
+                print(f"{origin} {count}", flush=True)
+        print(table(rows))
+        most = max(n for o, n, _ in found if o == "data")
+        for count in options.images[:-1]:
+            if count < most:
+                few, all_ = found["data", count, "spectral"], found["data", most, "spectral"]
+                print(f"spectral, {count:,} images less {most:,}: FD {change(all_[0], few[0])}")
+        results[path] = entry
+    finish(options, results)
+
+
+if __name__ == "__main__":
+    main()

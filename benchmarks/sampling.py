@@ -1,0 +1,67 @@
+"""What sampling costs beside the network evaluations it makes, as ratios taken in one run.
+
+    python benchmarks/sampling.py --model DIR --data cifar10.npy [--device cuda]
+
+One batch through a whole trajectory, against as many bare evaluations of the network on such a batch, in
+turn; the least time of each is compared, because whatever else the machine does only ever adds.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+import trueup
+from trueup.sampling import sample_batches
+
+from common import load_model, parser, table
+
+
+def clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@torch.inference_mode()
+def bare(denoiser, x: torch.Tensor, t: torch.Tensor, evaluations: int) -> None:
+    for _ in range(evaluations):
+        denoiser.network(x, t)
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("--batch", type=int, default=64)
+    p.add_argument("--nfe", type=int, default=20)
+    p.add_argument("--repeats", type=int, default=5)
+    p.add_argument(
+        "--solvers", nargs="+", default=["dpm-solver-1", "dpm-solver-2", "dpm-solver-3", "ddim", "unipc"]
+    )
+    options = p.parse_args()
+    denoiser = load_model(options.model[0], options)
+    device = denoiser.device
+    x = torch.randn(options.batch, *denoiser.shape, device=device)
+    t = torch.full((options.batch,), 500.0, device=device)
+    rows = [["solver", "evaluations", "sampling / its evaluations"]]
+    for solver in options.solvers:
+        evaluations = trueup.sampling.as_solver(solver, denoiser).evaluations(options.nfe)
+        times = {"bare": [], "sampling": []}
+        settings = {"solver": solver, "nfe": options.nfe, "batch_size": options.batch, "progress": False}
+        for _ in range(options.repeats + 1):
+            begun = clock(device)
+            bare(denoiser, x, t, evaluations)
+            middle = clock(device)
+            for _ in sample_batches(denoiser, options.batch, **settings):
+                pass
+            times["sampling"].append(clock(device) - middle)
+            times["bare"].append(middle - begun)
+        ratio = min(times["sampling"][1:]) / min(times["bare"][1:])  # the first warms up
+        rows.append([solver, f"{evaluations}", f"{ratio:.4f}"])
+        print(" | ".join(rows[-1]), flush=True)
+    print(f"\nbatch {options.batch}, {tuple(denoiser.shape)}, {device}\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""One calibration under many samplers: made once, it serves all of them, at any number of evaluations.
+
+    python benchmarks/schedulers.py --model RAW EMA --data cifar10.npy --test cifar10-test.npy
+
+Every row: the same starting noise before and after. Schedulers are diffusers' with their defaults but for
+clipping, which is off (it hides colour drift). Fréchet distances (EfficientNet-lite0 features, not
+Inception's) are to the test images; W1 is the Wasserstein distance of per-image mean colour, 0..255.
+"""
+
+from __future__ import annotations
+
+import trueup
+
+from common import Quality, change, finish, load_images, load_model, parser, plus_minus, table
+
+SOLVERS = [
+    "dpm-solver-1",
+    "dpm-solver-2",
+    "dpm-solver-3",
+    "ddpm",
+    "ddim",
+    "pndm",
+    "dpm++2m",
+    "dpm++2s",
+    "dpm++2m-sde",
+    "unipc",
+    "deis",
+    "euler",
+    "euler-a",
+    "heun",
+    "kdpm2",
+]
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("--test", required=True, metavar="FILE", help=".npy of images to compare with")
+    p.add_argument("--images", type=int, default=500, help="behind the calibration")
+    p.add_argument("--samples", type=int, default=2000)
+    p.add_argument("--nfe", type=int, nargs="+", default=[20])
+    p.add_argument("--solvers", nargs="+", default=SOLVERS)
+    options = p.parse_args()
+    images = load_images(options)
+    options.data = options.test
+    test = load_images(options)
+    results = {}
+    for path in options.model:
+        denoiser = load_model(path, options)
+        denoiser.scheduler_config = None  # a plain scheduler for this noise, nothing clipped
+        calibration = trueup.calibrate(
+            denoiser, images, images=options.images, batch_size=options.batch_size, progress=False
+        )
+        quality = Quality(denoiser, test)
+        rows = [["sampler", "evaluations", "FD before", "FD after", "difference", "W1 before", "W1 after"]]
+        entry = {}
+        for nfe in options.nfe:
+            for solver in options.solvers:
+                before, after = (
+                    quality(denoiser, used, solver, nfe, options.samples, options.batch_size)
+                    for used in (None, calibration)
+                )
+                made = trueup.sampling.as_solver(solver, denoiser).evaluations(nfe)
+                rows.append(
+                    [
+                        solver,
+                        f"{made}",
+                        plus_minus(before[0]),
+                        plus_minus(after[0]),
+                        change(before[0], after[0]),
+                    ]
+                    + [f"{before[1].value:.1f}", f"{after[1].value:.1f}"]
+                )
+                entry[f"{solver} {nfe}"] = [[e.value for e in pair] for pair in (before, after)]
+                print(" | ".join(rows[-1]), flush=True)
+        print(f"\n{path}: {options.samples} samples each, calibrated from {options.images} images\n")
+        print(table(rows))
+        results[path] = entry
+    finish(options, results)
+
+
+if __name__ == "__main__":
+    main()
