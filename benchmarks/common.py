@@ -36,6 +36,7 @@ def parser(text: str) -> argparse.ArgumentParser:
     p.add_argument("--beta-schedule", default="linear", help="for directories without a scheduler")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--batch-size", type=int, default=500 if torch.cuda.is_available() else 50)
+    p.add_argument("--half", action="store_true", help="the network in half precision")
     p.add_argument("--held-out", type=int, default=2000, help="images the truth is measured on")
     p.add_argument("--out", metavar="FILE", help="also write the numbers as JSON")
     return p
@@ -45,7 +46,10 @@ def load_model(path: str, options: argparse.Namespace) -> Denoiser:
     scheduler = None
     if not any((Path(path) / p).exists() for p in ("model_index.json", "scheduler_config.json")):
         scheduler = {"beta_schedule": options.beta_schedule, "beta_start": 1e-4, "beta_end": 0.02}
-    return as_denoiser(path, scheduler=scheduler, device=options.device)
+    denoiser = as_denoiser(path, scheduler=scheduler, device=options.device)
+    if options.half:
+        denoiser.network.half().to(memory_format=torch.channels_last)
+    return denoiser
 
 
 def load_images(options: argparse.Namespace) -> np.ndarray:

@@ -28,7 +28,9 @@ def main() -> None:
     p.add_argument("--samples", type=int, default=5000)
     p.add_argument("--solver", default="dpm-solver-3")
     p.add_argument("--nfe", type=int, default=20)
+    p.add_argument("--fits", nargs="+", choices=FITS, default=list(FITS))
     options = p.parse_args()
+    fits = {name: FITS[name] for name in options.fits}
     images = load_images(options)
     options.data = options.test
     test = load_images(options)
@@ -52,8 +54,8 @@ def main() -> None:
         sources = [("data", images, n) for n in options.images if n <= len(images)]
         sources += [("generated", generated, n) for n in options.generated]
         entry, found = {"uncalibrated": [e.value for e in base]}, {}
-        rows = [["images", "from", *(f"FD, {name}" for name in FITS), *(f"W1, {name}" for name in FITS)]]
-        rows[0].append("spectral's FD against uncalibrated")
+        rows = [["images", "from", *(f"FD, {name}" for name in fits), *(f"W1, {name}" for name in fits)]]
+        rows[0].append("last FD against uncalibrated")
         with tempfile.TemporaryDirectory() as folder:
             for origin, source, count in sources:
                 moments = trueup.measure(
@@ -64,10 +66,10 @@ def main() -> None:
                     run=Path(folder) / origin,
                     progress=False,
                 )
-                for name, (family, estimator) in FITS.items():
+                for name, (family, estimator) in fits.items():
                     calibration = trueup.fit(moments, family=family, estimator=estimator)
                     found[origin, count, name] = measured(calibration)
-                here = [found[origin, count, name] for name in FITS]
+                here = [found[origin, count, name] for name in fits]
                 rows.append(
                     [
                         f"{count:,}",
@@ -77,14 +79,14 @@ def main() -> None:
                     ]
                     + [change(base[0], here[-1][0])]
                 )
-                entry[f"{origin} {count}"] = {n: [e.value for e in found[origin, count, n]] for n in FITS}
+                entry[f"{origin} {count}"] = {n: [e.value for e in found[origin, count, n]] for n in fits}
                 print(f"{origin} {count}", flush=True)
         print(table(rows))
         most = max(n for o, n, _ in found if o == "data")
         for count in options.images[:-1]:
             if count < most:
-                few, all_ = found["data", count, "spectral"], found["data", most, "spectral"]
-                print(f"spectral, {count:,} images less {most:,}: FD {change(all_[0], few[0])}")
+                few, all_ = (found["data", n, options.fits[-1]][0] for n in (count, most))
+                print(f"{options.fits[-1]}, {count:,} images less {most:,}: FD {change(all_, few)}")
         results[path] = entry
     finish(options, results)
 

@@ -222,7 +222,7 @@ def test_order_two_is_diffusers_singlestep_solver_on_the_same_levels():
     denoiser = trueup.Denoiser(net, process, "noise", (1, 8, 8))
     solver = DPMSolver(2, allocation="fixed", end=1e-3)
     plan = solver.plan(process, 12, whole_times=True)
-    times = [int(t) for levels in plan for t in levels.t[:-1]]
+    times = [int(t) for run in plan for step in run for t in step[:-1]]
     scheduler = diffusers.DPMSolverSinglestepScheduler(
         beta_schedule="linear",
         algorithm_type="dpmsolver",

@@ -92,6 +92,7 @@ class Denoiser:
         weight = next(network.parameters(), None) if isinstance(network, nn.Module) else None
         self.device = torch.device(device or (weight.device if weight is not None else "cpu"))
         self._dtype = dtype
+        self.whole_times: bool | None = None  # takes no others; None until somebody has tried
         self.description = description or type(network).__name__
 
     @property

@@ -87,7 +87,7 @@ def _both(network: Network, x: Tensor, points: list[Levels]) -> tuple[Tensor, Te
 
 
 def _eps(network: Network, x: Tensor, level: Levels) -> Tensor:
-    output = network(x, network_times(network.process, level).flatten().to(x))
+    output = network(x, network_times(network.process, level.t).flatten().to(x))
     on_output, on_x = eps_weights(network.parametrization, level)
     return output * on_output.to(x) + x * on_x.to(x)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -43,8 +44,9 @@ class Levels:
         return (self.log_alpha - self.lam).exp()
 
     def points(self) -> list[Levels]:
-        """One by one."""
-        return [Levels(*values) for values in zip(self.t, self.log_alpha, self.lam, strict=True)]
+        """One by one along the last axis."""
+        parts = (value.unbind(-1) for value in (self.t, self.log_alpha, self.lam))
+        return [Levels(*values) for values in zip(*parts, strict=True)]
 
 
 class Weights(NamedTuple):
@@ -96,12 +98,12 @@ def eps_weights(parametrization: Parametrization, levels: Levels) -> tuple[Tenso
     return alpha / (alpha * q - sigma * p), -p / (alpha * q - sigma * p)
 
 
-def network_times(process: NoiseProcess, levels: Levels) -> Tensor:
+def network_times(process: NoiseProcess, t: Tensor) -> Tensor:
     """What the network is told: never a time it was not trained on.
 
     The published end time lies below the first timestep, and points shortly before it may as well.
     """
-    return levels.t.clamp(process.t_min, process.t_max)
+    return t.clamp(process.t_min, process.t_max)
 
 
 @dataclass(frozen=True)
@@ -173,23 +175,24 @@ class DPMSolver:
         unit = self.end or (_COARSE_END if coarse else _FINE_END)
         return from_unit(process, torch.tensor(unit, dtype=torch.float64))
 
-    def plan(self, process: NoiseProcess, nfe: int, whole_times: bool = False) -> list[Levels]:
-        """The levels of every step, each of shape (order + 1,), the last of one the first of the next.
+    def plan(self, process: NoiseProcess, nfe: int, whole_times: bool = False) -> list[Tensor]:
+        """The times of every step, (steps, order + 1) for each run of steps of one order.
 
-        whole_times: every level the network is asked at is moved to the nearest whole timestep.
+        A step's last time is the next one's first. whole_times: every level the network is asked at is
+        moved to the nearest whole timestep.
         """
         start, end = torch.tensor(process.t_max, dtype=torch.float64), self.end_time(process, nfe)
         orders = self.orders(nfe)
-        edges = between(self.grid, process, start, end, len(orders))
         if self.grid != "logsnr" and self.allocation == "fast":  # as published: even over evaluations
-            position = torch.tensor([0, *orders]).cumsum(0)
-            edges = between(self.grid, process, start, end, sum(orders))[position]
-        steps = []
-        for order, s, t in zip(orders, edges[:-1], edges[1:], strict=True):
-            steps.append(between(self.grid, process, s, t, order))
-        if whole_times:
-            steps = _to_whole_times(steps, process)
-        return [Levels.at(process, step) for step in steps]
+            edges = between(self.grid, process, start, end, sum(orders))
+            edges = edges[torch.tensor([0, *orders]).cumsum(0)]
+        else:
+            edges = between(self.grid, process, start, end, len(orders))
+        runs, done = [], 0
+        for order, same in groupby(orders):
+            steps = slice(done, done := done + len(list(same)))
+            runs.append(between(self.grid, process, edges[:-1][steps], edges[1:][steps], order))
+        return _to_whole_times(runs, process) if whole_times else runs
 
     def solve(self, network: Network, x: Tensor, nfe: int | None, advance: Callable[[int], None]) -> Tensor:
         """From x at the process's end to a sample; `advance(k)` is told of every k evaluations."""
@@ -201,7 +204,7 @@ class DPMSolver:
         for step in self._steps(network, nfe, x):
             state = x
             first: Tensor | None = None
-            for t, (on_output, on_x), w in zip(step.times, step.eps, step.weights, strict=True):
+            for t, (on_output, on_x), w in zip(*step, strict=True):
                 latest = network(state, t)
                 if (on_output, on_x) != (1.0, 0.0):  # not a noise prediction
                     latest = torch.add(latest * on_output, state, alpha=on_x)
@@ -216,31 +219,34 @@ class DPMSolver:
 
     def _steps(self, network: Network, nfe: int, x: Tensor) -> Iterator[_Step]:
         """Everything about the steps that does not depend on x, computed and copied to the device at once."""
-        plan = self.plan(network.process, nfe, network.whole_times)
-        times = torch.cat([network_times(network.process, levels)[:-1] for levels in plan]).to(x)
+        process = network.process
+        plan = self.plan(process, nfe, network.whole_times)
+        times = torch.cat([network_times(process, run[:, :-1]).flatten() for run in plan]).to(x)
         done = 0
-        for levels in plan:
-            count = len(levels.t) - 1
-            eps = torch.stack(eps_weights(network.parametrization, levels), 1).tolist()
-            weights = [tuple(map(float, w)) for w in tableau(levels.points())]
-            yield _Step(times[done : done + count].unbind(), [tuple(e) for e in eps[:-1]], weights)
-            done += count
+        for run in plan:
+            levels = Levels.at(process, run)
+            eps = torch.stack(eps_weights(network.parametrization, levels), 2).tolist()  # (steps, points, 2)
+            weights = torch.stack([torch.stack(w) for w in tableau(levels.points())])  # (order, 3, steps)
+            for step, rows in enumerate(weights.permute(2, 0, 1).tolist()):
+                yield _Step(times[done : done + len(rows)].unbind(), eps[step][:-1], rows)
+                done += len(rows)
 
 
 class _Step(NamedTuple):
     times: Sequence[Tensor]  # for the network, on its device
-    eps: list[tuple[float, ...]]  # eps as weights on output and x_t
-    weights: list[tuple[float, ...]]  # see Weights
+    eps: list[list[float]]  # at each: eps as weights on output and x_t
+    weights: list[list[float]]  # after each: see Weights
 
 
-def _to_whole_times(steps: list[Tensor], process: NoiseProcess) -> list[Tensor]:
-    """Every level but the last on a whole timestep; steps that would be empty are left out."""
+def _to_whole_times(runs: list[Tensor], process: NoiseProcess) -> list[Tensor]:
+    """Every time but the last whole; of steps that become shorter, or empty, only what is left is taken."""
+    steps = [step for run in runs for step in run]
+    last = steps[-1][-1]
     moved = []
-    for number, step in enumerate(steps):
-        whole = process.snap(step)
-        if number == len(steps) - 1 and step[-1] < whole[-1]:
-            whole[-1] = step[-1]  # where it ends it is not asked
-        whole = torch.unique_consecutive(whole)
+    for step in steps:
+        whole = torch.unique_consecutive(process.snap(step))
         if len(whole) > 1:
             moved.append(whole)
-    return moved
+    if last < moved[-1][-1]:
+        moved[-1][-1] = last  # it is not asked there
+    return [torch.stack(list(same)) for _, same in groupby(moved, key=len)]

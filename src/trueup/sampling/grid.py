@@ -33,14 +33,17 @@ def from_unit(process: NoiseProcess, unit: Tensor) -> Tensor:
 
 
 def between(grid: str, process: NoiseProcess, s: Tensor, t: Tensor, steps: int) -> Tensor:
-    """steps + 1 times from s to t, both included exactly."""
+    """steps + 1 times from s to t, along a last axis; both ends are included exactly."""
     share = torch.linspace(0, 1, steps + 1, dtype=torch.float64)
+
+    def even(first: Tensor, last: Tensor) -> Tensor:
+        return first[..., None] + share * (last - first)[..., None]
+
     if grid == "logsnr":
-        low, high = process.lam(s), process.lam(t)
-        times = process.t_of_lam(low + share * (high - low))
+        times = process.t_of_lam(even(process.lam(s), process.lam(t)))
     else:
         power = 2.0 if grid == "quadratic" else 1.0
-        low, high = to_unit(process, s) ** (1 / power), to_unit(process, t) ** (1 / power)
-        times = from_unit(process, (low + share * (high - low)) ** power)
-    times[0], times[-1] = s, t
+        ends = (to_unit(process, end) ** (1 / power) for end in (s, t))
+        times = from_unit(process, even(*ends) ** power)
+    times[..., 0], times[..., -1] = s, t
     return times

@@ -83,30 +83,31 @@ def _wide(output: Tensor) -> Tensor:
     return output if output.dtype == torch.float64 else output.float()
 
 
-@torch.inference_mode()
 def takes_whole_times_only(denoiser: Denoiser, y: Tensor | None = None) -> bool:
-    """Whether a network tells only whole timesteps apart (an embedding table, a cast), found by trying.
+    """Whether a network tells only whole timesteps apart (an embedding table, a cast), found by trying once.
 
-    >>> from trueup.process import DiscreteVP
     >>> table = torch.nn.Embedding(1000, 1)
     >>> net = Denoiser(lambda x_t, t: x_t + table(t.long())[..., None, None], DiscreteVP.linear(), "noise",
     ...                shape=(1, 4, 4))
     >>> takes_whole_times_only(net)
     True
     """
-    process = denoiser.process
-    if not isinstance(process, DiscreteVP):
-        return False
-    middle = process.t_max // 2
+    if denoiser.whole_times is None:
+        with denoiser.evaluating(), torch.inference_mode():
+            denoiser.whole_times = isinstance(denoiser.process, DiscreteVP) and _rounds(denoiser, y)
+    return denoiser.whole_times
+
+
+def _rounds(denoiser: Denoiser, y: Tensor | None) -> bool:
+    middle = denoiser.process.t_max // 2
     x_t = torch.linspace(-1, 1, denoiser.shape[-1], device=denoiser.device).expand(1, *denoiser.shape)
     label = None if y is None else y[:1].to(denoiser.device)
 
     def at(t: float) -> Tensor:
         return denoiser(x_t, torch.tensor([t], device=denoiser.device), label)
 
-    with denoiser.evaluating():
-        try:
-            between = at(middle + 0.5)
-        except (RuntimeError, TypeError, IndexError):  # an embedding table asked for row 499.5
-            return True
-        return torch.equal(between, at(middle)) or torch.equal(between, at(middle + 1))
+    try:
+        between = at(middle + 0.5)
+    except (RuntimeError, TypeError, IndexError):  # an embedding table asked for row 499.5
+        return True
+    return torch.equal(between, at(middle)) or torch.equal(between, at(middle + 1))

@@ -142,12 +142,13 @@ class SchedulerSolver:
         times = scheduler.timesteps  # kept on the CPU: a scheduler that looks one up must not wait for a GPU
         variance = str(scheduler.config.get("variance_type")).startswith("learned")
         x = x * float(getattr(scheduler, "init_noise_sigma", 1.0))
-        with _Noise(seed, index):
-            for t, at in zip(times, _for_network(times, x), strict=True):
-                scaled = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
-                output = network(scaled, at, variance=variance)
+        noise = _Noise(seed, index)
+        for t, at in zip(times, _for_network(times, x), strict=True):
+            scaled = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
+            output = network(scaled, at, variance=variance)
+            with noise:  # and not around the network, every operation of which it would look at
                 x = scheduler.step(output, t, x, return_dict=False)[0]
-                advance(1)
+            advance(1)
         return x
 
 
