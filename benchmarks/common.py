@@ -17,6 +17,7 @@ from trueup.estimate.statistics import mean_and_error
 from trueup.evaluation import build_reference, image_maker
 from trueup.hf import as_denoiser
 from trueup.metrics import (
+    GaussianStatistics,
     colours,
     frechet,
     interval,
@@ -84,6 +85,9 @@ class Quality:
         self.reference = build_reference(
             source, self.features, image_maker(denoiser), batch_size=500, progress=False
         )
+        pooled = self.reference.pooled  # on the network's device: one eigendecomposition for every row
+        mean, scatter = (v.to(denoiser.device) for v in (pooled.mean, pooled.covariance * (pooled.count - 1)))
+        self.pooled = GaussianStatistics(mean, scatter, pooled.count)
 
     def __call__(self, denoiser: Denoiser, calibration, solver, nfe: int, samples: int, batch_size: int):
         """(Fréchet distance, W1 of mean colour) of `samples` samples, as Estimates."""
@@ -99,10 +103,10 @@ class Quality:
             progress=False,
         ):
             images = to_images(x)
-            parts.append(self.features(images).pooled.cpu())
+            parts.append(self.features(images).pooled)
             colour.append(colours(images))
         pooled = torch.cat(parts)
-        return frechet(pooled, self.reference.pooled), wasserstein(torch.cat(colour), self.reference.colours)
+        return frechet(pooled, self.pooled), wasserstein(torch.cat(colour), self.reference.colours)
 
 
 def plus_minus(estimate) -> str:

@@ -80,7 +80,7 @@ def main() -> None:
                     + [change(base[0], here[-1][0])]
                 )
                 entry[f"{origin} {count}"] = {n: [e.value for e in found[origin, count, n]] for n in fits}
-                print(f"{origin} {count}", flush=True)
+                print(" | ".join(rows[-1]), flush=True)
         print(table(rows))
         most = max(n for o, n, _ in found if o == "data")
         for count in options.images[:-1]:
