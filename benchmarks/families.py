@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import trueup
+from trueup.metrics import wasserstein
 
 from common import (
     FINDINGS_LEVELS,
@@ -27,32 +28,14 @@ from common import (
 )
 
 
-@torch.inference_mode()
-def ddim(denoiser, count: int, steps: int, batch: int, clip: bool) -> torch.Tensor:
+def ddim(denoiser, calibration, count: int, steps: int, batch: int, clip: bool) -> torch.Tensor:
     """Per-image mean colours of samples, (count, C), in 0..255."""
     from diffusers import DDIMScheduler
 
-    betas = 1 - denoiser.process.alphas_cumprod / torch.cat(
-        [torch.ones(1, dtype=torch.float64), denoiser.process.alphas_cumprod[:-1]]
-    )
-    scheduler = DDIMScheduler(trained_betas=betas.float().numpy(), clip_sample=clip)
-    colours = []
-    for start in range(0, count, batch):
-        scheduler.set_timesteps(steps)
-        size = min(batch, count - start)
-        index = torch.arange(start, start + size)
-        x_t = trueup.noise.normal(7, index, 0, denoiser.shape, denoiser.device)
-        for t in scheduler.timesteps:
-            times = torch.full((size,), int(t), device=denoiser.device)
-            x_t = scheduler.step(denoiser(x_t, times), t, x_t).prev_sample
-        colours.append(((x_t.clamp(-1, 1) + 1) * 127.5).flatten(2).mean(2).cpu())
-    return torch.cat(colours).double()
-
-
-def wasserstein(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Mean over columns of the one-dimensional W1 between samples of different sizes."""
-    q = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
-    return float((torch.quantile(a, q, 0) - torch.quantile(b, q, 0)).abs().mean())
+    scheduler = DDIMScheduler(clip_sample=clip)
+    settings = {"solver": scheduler, "nfe": steps, "batch_size": batch, "seed": 7, "progress": False}
+    x = trueup.sample(denoiser, count, calibration=calibration, **settings)
+    return ((x.clamp(-1, 1) + 1) * 127.5).flatten(2).mean(2).double()
 
 
 def main() -> None:
@@ -100,11 +83,9 @@ def main() -> None:
             rows = [["sampler", "calibration", "mean colour", "s.d. of mean colour", "W1"]]
             for clip in (False, True):
                 for family in ("none", "shift", "spectral"):
-                    handle = trueup.attach(denoiser, fits[base, family]) if family != "none" else None
-                    colour = ddim(denoiser, options.samples, options.steps, options.batch_size, clip)
-                    if handle is not None:
-                        handle.remove()
-                    w1 = wasserstein(colour, data_colour)
+                    used = fits.get((base, family))
+                    colour = ddim(denoiser, used, options.samples, options.steps, options.batch_size, clip)
+                    w1 = wasserstein(colour, data_colour).value
                     show = lambda v: ", ".join(f"{float(x):.0f}" for x in v)  # noqa: E731
                     name = f"DDIM {options.steps}" + (", clipped" if clip else "")
                     rows.append([name, family, show(colour.mean(0)), show(colour.std(0)), f"{w1:.1f}"])

@@ -43,13 +43,24 @@ class GaussianMixture:
 
     def eps_given(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
         """E[eps | x_t], with one alpha and sigma per row."""
-        means = self.means.to(x_t).flatten(1)  # (M, D)
-        variance = (alpha**2 * self.std**2 + sigma**2).to(x_t)  # (B,)
-        scaled = alpha.to(x_t)[:, None, None] * means  # (B, M, D)
-        offset = x_t.flatten(1)[:, None, :] - scaled
-        logits = self.weights.to(x_t).log() - 0.5 * offset.square().sum(2) / variance[:, None]
-        nearest = torch.einsum("bm,bmd->bd", logits.softmax(1), offset)
+        share, offset, variance = self._posterior(x_t, alpha, sigma)
+        nearest = torch.einsum("bm,bmd->bd", share, offset)
         return (sigma.to(x_t) / variance)[:, None].mul(nearest).reshape(x_t.shape)
+
+    def x0_given(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+        """E[x0 | x_t]; unlike (x_t - sigma E[eps | x_t]) / alpha it exists where nothing is left of x0."""
+        share, offset, variance = self._posterior(x_t, alpha, sigma)
+        shrink = alpha.to(x_t) * self.std**2 / variance  # (B,)
+        nearest = self.means.to(x_t).flatten(1) + shrink[:, None, None] * offset
+        return torch.einsum("bm,bmd->bd", share, nearest).reshape(x_t.shape)
+
+    def _posterior(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of every Gaussian: its share in x_t (B, M), x_t less its mean (B, M, D), their variance (B,)."""
+        means = self.means.to(x_t).flatten(1)  # (M, D)
+        variance = (alpha**2 * self.std**2 + sigma**2).to(x_t)
+        offset = x_t.flatten(1)[:, None, :] - alpha.to(x_t)[:, None, None] * means
+        logits = self.weights.to(x_t).log() - 0.5 * offset.square().sum(2) / variance[:, None]
+        return logits.softmax(1), offset, variance
 
     def denoiser(
         self,
@@ -71,9 +82,9 @@ class GaussianMixture:
             eps = self.eps_given(x_t, alpha, sigma)
             wide = (-1, *[1] * (x_t.dim() - 1))
             alpha_wide, sigma_wide = alpha.reshape(wide).to(x_t), sigma.reshape(wide).to(x_t)
-            if distortion is not None:
-                u = x_t / sigma_wide
-                eps = eps + distortion(eps, u, process.lam(times).reshape(wide).to(x_t))
+            if distortion is None:
+                return kind.target(self.x0_given(x_t, alpha, sigma), eps, alpha_wide, sigma_wide)
+            eps = eps + distortion(eps, x_t / sigma_wide, process.lam(times).reshape(wide).to(x_t))
             return kind.from_eps(eps, x_t, alpha_wide, sigma_wide)
 
         return Denoiser(

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from trueup.files import write
 from trueup.hf import as_decoder, as_denoiser, find_decoder
 from trueup.metrics import Reference, load_features
 from trueup.report import as_json, plain_output, show
-from trueup.sampling import as_solver, generate, sample_batches
-from trueup.sampling.draw import check_nfe
+from trueup.sampling import DPMSolver, as_solver, generate, sample_batches
+from trueup.sampling.draw import Solver, check_nfe
 from trueup.sampling.store import Output
 
 
@@ -97,7 +98,7 @@ def check(options: argparse.Namespace) -> int:
 def sample(options: argparse.Namespace) -> int:
     """`trueup sample`."""
     denoiser = _denoiser(options)
-    solver = as_solver(options.solver, denoiser, options.grid)
+    solver = _solver(options.solver, denoiser, options)
     evaluations = check_nfe(solver, options.nfe)
     calibration = load(options.calibration) if options.calibration is not None else None
     decode = _decoder(options, denoiser)
@@ -155,6 +156,8 @@ def evaluate(options: argparse.Namespace) -> int:
     data = None if options.data is None else bundled(options.data)
     transform = Transform(options.resize, options.crop, options.flip, options.data_range)
     decode = _decoder(options, denoiser)
+    if ":" in options.features:
+        sys.path.insert(0, "")  # package.module:name may lie here
     features = load_features(options.features, weights=options.weights, device=denoiser.device)
     reference = None if options.reference is None else Reference.load(options.reference)
     if reference is None:
@@ -172,9 +175,8 @@ def evaluate(options: argparse.Namespace) -> int:
         denoiser,
         options.calibration,
         data,
-        solvers=options.solver,
+        solvers=[_solver(name, denoiser, options) for name in options.solver],
         nfe=options.nfe,
-        grid=options.grid,
         samples=options.samples,
         features=features,
         reference=reference,
@@ -322,6 +324,16 @@ def _report(calibration: Calibration, options: argparse.Namespace, more: dict[st
         print(f"verdict: {calibration.verdict()}")
         return
     print(show(calibration, plain=plain_output()))
+
+
+def _solver(name: str, denoiser: Denoiser, options: argparse.Namespace) -> Solver:
+    solver = as_solver(name, denoiser, options.grid)
+    tolerances = {key: v for key in ("atol", "rtol") if (v := getattr(options, key)) is not None}
+    if not tolerances:
+        return solver
+    if not isinstance(solver, DPMSolver) or not solver.adaptive:
+        raise TrueupError(f"--atol and --rtol belong to an adaptive DPM-Solver, not to {name}")
+    return replace(solver, **tolerances)
 
 
 def _decoder(options: argparse.Namespace, denoiser: Denoiser) -> Callable[[Tensor], Tensor] | None:

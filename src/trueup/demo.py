@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from torch import Tensor, nn
-from tqdm import tqdm
+from torch import Tensor
 
-from trueup.attachment import attach
 from trueup.calibration import Calibration
 from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
 from trueup.estimate import fit, measure
 from trueup.files import write
 from trueup.hf import as_denoiser
-from trueup.noise import normal
+from trueup.metrics import wasserstein
 from trueup.report import plain_output, show
+from trueup.sampling import sample
 
 BUNDLED = Path(__file__).parent / "bundled"
 IMAGES = 200
@@ -37,6 +36,8 @@ def run_directory(out: Path, seed: int) -> Path:
 
 def run(out: Path, *, seed: int = 0, device: str = "cpu", progress: bool | None = None) -> None:
     """Calibrate the raw weights, sample before and after with the same seeds, and draw it."""
+    import diffusers
+
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -61,10 +62,20 @@ def run(out: Path, *, seed: int = 0, device: str = "cpu", progress: bool | None 
         ("spectral", raw, spectral),
         ("EMA weights", ema, None),
     ]
-    total = len(rows) * STEPS * SAMPLES
-    shown = None if progress is None else not progress
-    with tqdm(total=total, desc="sampling", unit="eval", disable=shown) as bar:
-        drawn = {name: sample(net, calibration, seed, bar) for name, net, calibration in rows}
+    ddim: Any = diffusers.DDIMScheduler(clip_sample=False)  # clipping hides what the weights do
+    drawn = {
+        name: sample(
+            net,
+            SAMPLES,
+            solver=ddim,
+            nfe=STEPS,
+            calibration=used,
+            seed=seed,
+            batch_size=32,
+            progress=progress,
+        )
+        for name, net, used in rows
+    }
     data = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
     print(
         f"{SAMPLES} samples each, DDIM in {STEPS} steps, same seeds; mean brightness of an image, 0..255:\n"
@@ -80,34 +91,11 @@ def run(out: Path, *, seed: int = 0, device: str = "cpu", progress: bool | None 
     print(f"wrote {file} (put it on the model with trueup.attach) and {picture} (look at it)")
 
 
-@torch.inference_mode()
-def sample(denoiser: Denoiser, calibration: Calibration | None, seed: int, bar: tqdm[None]) -> Tensor:
-    """DDIM samples; image i of a seed starts from the same noise whatever the network."""
-    import diffusers
-
-    scheduler: Any = diffusers.DDIMScheduler(clip_sample=False)
-    scheduler.set_timesteps(STEPS)
-    device = denoiser.device
-    x_t = normal(seed, torch.arange(SAMPLES), -1, denoiser.shape, device)
-    assert isinstance(denoiser.network, nn.Module)
-    on = attach(denoiser, calibration) if calibration is not None else None
-    try:
-        for t in scheduler.timesteps:
-            parts = [denoiser(part, t.expand(len(part)).to(device)) for part in x_t.split(32)]
-            x_t = scheduler.step(torch.cat(parts), t, x_t).prev_sample
-            bar.update(SAMPLES)
-    finally:
-        if on is not None:
-            on.remove()
-    return x_t.cpu()
-
-
 def brightness(x: Tensor, data: Tensor) -> tuple[float, float, float]:
     """Mean and spread of the images' mean brightness, and its Wasserstein distance to the data's."""
     ours, theirs = (127.5 * (v.double().flatten(1).mean(1) + 1) for v in (x, data))
-    at = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    distance = (ours.quantile(at) - theirs.quantile(at)).abs().mean()
-    return float(ours.mean()), float(ours.std()), float(distance)
+    distance = wasserstein(ours[:, None], theirs[:, None]).value
+    return float(ours.mean()), float(ours.std()), distance
 
 
 def draw(rows: dict[str, Tensor], path: Path) -> None:

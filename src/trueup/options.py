@@ -244,6 +244,8 @@ def _add_sampling(parser: _Parser) -> None:
     sampling.add_argument(
         "--grid", choices=("logsnr", "uniform", "quadratic"), help="where DPM-Solver puts its levels"
     )
+    sampling.add_argument("--atol", type=_positive_float, metavar="X", help="of an adaptive DPM-Solver")
+    sampling.add_argument("--rtol", type=_positive_float, metavar="X", help="of an adaptive DPM-Solver")
     sampling.add_argument("--labels", type=_labels, metavar="A,B,..", help="sample these labels in turn")
     sampling.add_argument("--guidance", type=float, default=1.0, metavar="W", help="classifier-free guidance")
     sampling.add_argument("--null-label", type=int, metavar="N", help="the label that stands for none")

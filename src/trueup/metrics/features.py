@@ -57,7 +57,7 @@ class Pixels:
     """
 
     name = "pixels"
-    preprocessing = "values as they are"
+    preprocessing = "8-bit values over 255, others as they are"
     weights: str | None = None
     dimensions = 0  # known with the first images
 
@@ -67,6 +67,8 @@ class Pixels:
     def __call__(self, images: Tensor) -> FeatureBatch:
         """The images' values as float32."""
         pooled = images.to(self.device).flatten(1).float()
+        if images.dtype == torch.uint8:
+            pooled = pooled / 255
         self.dimensions = pooled.shape[1]
         return FeatureBatch(pooled)
 

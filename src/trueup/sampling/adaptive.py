@@ -1,7 +1,9 @@
 """DPM-Solver with steps as long as a tolerance allows, for every image on its own.
 
-As published (Lu et al. 2022, appendix C), but where that takes one step for the whole batch, as short as its
-worst image needs, each image here has its own: what it becomes does not depend on its neighbours.
+As published (Lu et al. 2022, appendix C), but for two things. That takes one step for the whole batch, as
+short as its worst image needs; here each image has its own, and what it becomes does not depend on its
+neighbours. And a step is at most twice the one before: two orders can agree by chance, upon which the
+published rule leaps to the end (Gaussian data then came out with 1.6 times its standard deviation).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 _FIRST_STEP = 0.05  # in lam
 _SAFETY = 0.9
+_GROWTH = 2.0  # of a step, at most
 _CLOSE = 1e-5  # in lam: the end is reached
 _MOST = 10_000  # steps; a network that needs more is not a denoiser
 
@@ -59,7 +62,8 @@ def solve(solver: DPMSolver, network: Network, x: Tensor, advance: Callable[[int
         accepted = on[kept.to(x.device)]
         x[accepted], before[accepted] = higher[kept.to(x.device)], lower[kept.to(x.device)]
         lam = torch.where(kept, lam + h, lam)
-        h = torch.minimum(_SAFETY * h * error.clamp_min(1e-12) ** (-1 / solver.order), end - lam)
+        growth = (_SAFETY * error.clamp_min(1e-12) ** (-1 / solver.order)).clamp_max(_GROWTH)
+        h = torch.minimum(h * growth, end - lam)
         going = end - lam > _CLOSE
         rows, lam, h = rows[going], lam[going], h[going]
         if not len(rows):
