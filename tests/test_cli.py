@@ -18,41 +18,13 @@ import torch
 from PIL import Image
 
 import trueup
-from trueup import cli, commands
+from trueup import cli, commands, options
 from trueup.artifact import load
 
-from tiny import tiny_unet
+from commandline import refused, trueup_command
+from tiny import blobs, save, tiny_unet
 
 SIZE = 8
-
-
-def trueup_command(*arguments, **kwargs):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
-    return subprocess.run(
-        [sys.executable, "-m", "trueup.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=env,
-        timeout=300,
-        **kwargs,
-    )
-
-
-def refused(done, *words):
-    """One clear line on standard error, nothing on standard output, exit code 2."""
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("trueup")
-    for word in words:
-        assert word in lines[0]
-
-
-def save(net, folder):
-    net.save_pretrained(folder)
-    diffusers.DDPMScheduler(num_train_timesteps=1000).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +34,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """40 pictures of smooth blobs."""
-    folder = tmp_path_factory.mktemp("images")
-    rng = np.random.default_rng(0)
-    i, j = np.mgrid[:SIZE, :SIZE]
-    for k in range(40):
-        cy, cx, width = rng.uniform(1, 6), rng.uniform(1, 6), rng.uniform(1, 3)
-        blob = 255 * np.exp(-((i - cy) ** 2 + (j - cx) ** 2) / (2 * width**2))
-        Image.fromarray(blob.astype(np.uint8)).save(folder / f"{k:03}.png")
-    return folder
+    return blobs(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture
@@ -142,7 +106,7 @@ def test_check_writes_nothing_and_fails_above(tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("command", ["", "calibrate", "check", "inspect", "demo"])
+@pytest.mark.parametrize("command", ["", "calibrate", "check", "sample", "evaluate", "inspect", "demo"])
 def test_help_opens_with_two_examples_the_parser_takes(command):
     done = trueup_command(*command.split(), "--help")
     assert done.returncode == 0
@@ -150,12 +114,12 @@ def test_help_opens_with_two_examples_the_parser_takes(command):
     assert first == "examples:"
     examples = [line.split("   ")[0].strip() for line in lines if line.startswith("  trueup")][:2]
     assert len(examples) == 2
-    parser = cli._parser()
+    parser = options.parser()
     for example in examples:
-        options = parser.parse_args(shlex.split(example)[1:])
+        given = parser.parse_args(shlex.split(example)[1:])
         for name in ("model", "data"):
-            if hasattr(options, name):
-                assert commands.bundled(getattr(options, name)).exists()
+            if hasattr(given, name):
+                assert commands.bundled(getattr(given, name)).exists()
 
 
 # --- resuming

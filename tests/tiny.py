@@ -1,7 +1,9 @@
-"""Networks small enough to make for a test."""
+"""Networks and pictures small enough to make for a test."""
 
+import numpy as np
 import torch
-from diffusers import UNet2DModel
+from diffusers import DDPMScheduler, UNet2DModel
+from PIL import Image
 
 
 def tiny_unet(**settings) -> UNet2DModel:
@@ -18,3 +20,21 @@ def tiny_unet(**settings) -> UNet2DModel:
         "up_block_types": ("UpBlock2D", "UpBlock2D"),
     }
     return UNet2DModel(**{**defaults, **settings}).eval()
+
+
+def save(net, folder):
+    """Write a network with the scheduler it was trained with."""
+    net.save_pretrained(folder)
+    DDPMScheduler(num_train_timesteps=1000).save_pretrained(folder)
+    return folder
+
+
+def blobs(folder, count=40, size=8):
+    """Pictures of smooth blobs."""
+    rng = np.random.default_rng(0)
+    i, j = np.mgrid[:size, :size]
+    for k in range(count):
+        cy, cx, width = rng.uniform(1, 6), rng.uniform(1, 6), rng.uniform(1, 3)
+        blob = 255 * np.exp(-((i - cy) ** 2 + (j - cx) ** 2) / (2 * width**2))
+        Image.fromarray(blob.astype(np.uint8)).save(folder / f"{k:03}.png")
+    return folder

@@ -1,0 +1,237 @@
+"""`trueup sample`, `evaluate` and `calibrate --generated` through the real command."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import trueup
+from trueup import cli
+from trueup.hf import as_denoiser
+from trueup.sampling import pictures
+
+from commandline import refused, trueup_command
+from tiny import blobs, save, tiny_unet
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save(tiny_unet(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return blobs(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def calibration(model, images, tmp_path_factory):
+    out = tmp_path_factory.mktemp("cal") / "x.trueup.safetensors"
+    trueup.calibrate(str(model), images, images=40).save(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory):
+    """A latent model: a U-Net on two channels with its autoencoder beside it."""
+    folder = tmp_path_factory.mktemp("latent")
+    save(tiny_unet(in_channels=2, out_channels=2), folder / "unet")
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(4, 4),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=2,
+        norm_num_groups=2,
+    )
+    vae.save_pretrained(folder / "vae")
+    return folder
+
+
+def test_samples_are_those_of_the_library(model, calibration, tmp_path):
+    base = ("sample", model, "-n", 5, "--nfe", 6, "--seed", 2)
+    for name in ("folder", "x.npz", "x.png"):
+        done = trueup_command(*base, "-o", tmp_path / name, "--calibration", calibration)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == ""
+        assert "5 samples, calibrated" in done.stderr
+    x = trueup.sample(as_denoiser(str(model)), 5, nfe=6, seed=2, calibration=calibration)
+    expected = pictures(x, (-1.0, 1.0)).permute(0, 2, 3, 1).numpy()
+    found = np.load(tmp_path / "x.npz")["images"]
+    assert np.abs(found.astype(int) - expected).max() <= 1
+    pngs = [np.asarray(Image.open(tmp_path / "folder" / f"{i:06d}.png")) for i in range(5)]
+    assert np.array_equal(np.stack(pngs), found[..., 0])
+    assert Image.open(tmp_path / "x.png").size == (3 * 10 - 2, 2 * 10 - 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "x.npz", "x.png"]
+
+
+def test_more_samples_are_added_to_a_folder(model, tmp_path):
+    base = ("sample", model, "--nfe", 3, "--solver", "ddim", "-o", tmp_path / "f", "--json")
+    assert trueup_command(*base, "-n", 3).returncode == 0
+    first = (tmp_path / "f" / "000000.png").stat().st_mtime_ns
+    done = trueup_command(*base, "-n", 5)
+    said = json.loads(done.stdout)
+    assert (said["samples"], said["evaluations"]) == (5, 3)
+    assert len(list((tmp_path / "f").glob("*.png"))) == 5
+    assert (tmp_path / "f" / "000000.png").stat().st_mtime_ns == first
+    refused(trueup_command(*base, "-n", 5, "--seed", 1), "another seed")
+
+
+def test_ctrl_c_keeps_what_was_drawn(tmp_path):
+    command = ["sample", "bundled:raw", "-n", 400, "--nfe", 20, "--batch-size", 2, "-o", tmp_path / "x.npz"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trueup.cli", *map(str, command)],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    run = tmp_path / "x.npz.run"
+    for _ in range(1200):
+        if len(list(run.glob("*.safetensors"))) >= 2:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"kept in {run}: run the same command again" in error
+    assert json.loads((run / "samples.json").read_text())["done"] >= 4
+    assert not (tmp_path / "x.npz").exists()
+
+
+def test_evaluate_writes_what_it_prints(model, images, calibration, tmp_path):
+    out, reference = tmp_path / "c.json", tmp_path / "r.safetensors"
+    base = ("evaluate", model, "--calibration", calibration, "--features", "pixels", "-n", 12)
+    base = (*base, "--solver", "dpm-solver-2,ddim", "--nfe", 4)
+    done = trueup_command(*base, "--data", images, "--save-reference", reference, "-o", out)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("  Fréchet distance") == 2
+    assert "dpm-solver-2, 4 evaluations, 12 samples, seed 0" in done.stdout
+    said = json.loads(out.read_text())
+    assert [row["solver"] for row in said["rows"]] == ["dpm-solver-2", "ddim"]
+    refused(trueup_command(*base, "--data", images, "-o", out), "exists")
+    again = trueup_command(*base, "--reference", reference, "--json")
+    from_reference = json.loads(again.stdout)
+    assert from_reference["loss"] == []
+    for one, other in zip(from_reference["rows"], said["rows"], strict=True):
+        assert one["changes"]["frechet"]["after"]["value"] == pytest.approx(
+            other["changes"]["frechet"]["after"]["value"], rel=1e-4
+        )
+    refused(trueup_command(*base[:-4], "--nfe", 4, "--reference", calibration), "reference")
+    other = [word if word != "pixels" else "efficientnet" for word in base]
+    refused(trueup_command(*other, "--reference", reference), "made with pixels")
+
+
+def test_generated_images_make_a_calibration(model, tmp_path):
+    out = tmp_path / "g.trueup.safetensors"
+    base = ("calibrate", model, "--generated", 24, "--generate-nfe", 3, "-o", out)
+    done = trueup_command(*base)
+    assert done.returncode == 0, done.stderr
+    assert "24 generated images" in done.stdout
+    assert trueup.load(out).generated == {"solver": "dpm-solver-3", "nfe": 3, "seed": 0}
+    whole = out.read_bytes()
+    assert trueup_command(*base, "--force").returncode == 0
+    assert out.read_bytes() == whole
+
+
+def test_latents_are_decoded_or_refused_as_pictures(latent, tmp_path):
+    done = trueup_command("sample", latent / "unet", "-n", 2, "--nfe", 3, "-o", tmp_path / "decoded")
+    assert done.returncode == 0, done.stderr
+    assert Image.open(tmp_path / "decoded" / "000001.png").size == (16, 16)
+    (latent / "vae").rename(latent / "elsewhere")
+    try:
+        alone = tmp_path / "alone"
+        save(tiny_unet(in_channels=2, out_channels=2), alone)
+        (alone.parent / "vae").mkdir()
+        (alone.parent / "vae" / "config.json").write_text("{}")
+        refused(trueup_command("sample", alone, "-n", 1, "-o", tmp_path / "x", "--nfe", 3), "vae")
+    finally:
+        (latent / "elsewhere").rename(latent / "vae")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nfe", "2"], "at least 3 evaluations"),
+        (["--nfe", "many"], "'many' is not a whole number"),
+        (["--nfe", "0"], "'0' is not a whole number"),
+        (["--solver", "magic"], "unknown solver 'magic'"),
+        (["--solver", "flow-euler"], "predict flow"),
+        (["--solver", "ddim", "--grid", "logsnr"], "a scheduler has its own"),
+        (["--solver", "ddim", "--atol", "0.1"], "belong to an adaptive DPM-Solver"),
+        (["--solver", "dpm-solver-3-adaptive", "--atol", "0"], "positive"),
+        (["--labels", "a,b"], "not a list of labels"),
+        (["--labels", "3"], "takes no labels"),
+        (["--guidance", "3"], "takes no labels"),
+        (["--calibration", "nowhere"], "does not exist"),
+        (["--vae", "nowhere"], "does not exist"),
+        (["-n", "0"], "'0' is not a whole number"),
+    ],
+)
+def test_samplers_that_cannot_be(capsys, monkeypatch, model, tmp_path, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = cli.main(["sample", str(model), "-o", "out", *arguments])
+    except SystemExit as stop:
+        code = stop.code
+    said = capsys.readouterr()
+    assert code == 2
+    assert said.out == ""
+    assert len(said.err.strip().splitlines()) == 1
+    assert words in said.err
+    assert not any(Path("out").glob("*.png"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "say what to compare with"),
+        (["--data", "IMAGES", "--features", "magic"], "no features are called 'magic'"),
+        (["--data", "IMAGES", "--features", "mine:thing"], "cannot import"),
+        (["--data", "IMAGES", "--features", "inception", "--weights", "IMAGES"], "Is a directory"),
+        (["--data", "IMAGES", "--nfe", "10,x"], "'x' is not a whole number"),
+        (["--data", "IMAGES", "--solver", ","], "names no solver"),
+        (["--reference", "nowhere"], "is not a file"),
+        (["--data", "nowhere"], "not there"),
+    ],
+)
+def test_comparisons_that_cannot_be(
+    capsys, monkeypatch, model, images, calibration, tmp_path, arguments, words
+):
+    monkeypatch.chdir(tmp_path)
+    given = [str(images) if word == "IMAGES" else word for word in arguments]
+    features = [] if "--features" in given else ["--features", "pixels"]
+    try:
+        code = cli.main(["evaluate", str(model), "--calibration", str(calibration), *features, *given])
+    except SystemExit as stop:
+        code = stop.code
+    said = capsys.readouterr()
+    assert code == 2
+    assert said.out == ""
+    assert len(said.err.strip().splitlines()) == 1
+    assert words in said.err
+
+
+def test_a_folder_of_others_is_not_touched(model, images):
+    before = {p: p.read_bytes() for p in images.iterdir()}
+    refused(trueup_command("sample", model, "-n", 1, "-o", images), "is not empty")
+    assert {p: p.read_bytes() for p in images.iterdir()} == before
+
+
+def test_a_calibration_of_other_weights_is_refused(calibration, images, tmp_path):
+    other = save(tiny_unet(block_out_channels=(4, 4)), tmp_path / "other")
+    done = trueup_command("sample", other, "--calibration", calibration, "-o", tmp_path / "x", "-n", 1)
+    refused(done, "made for other weights")
+
+
+def test_data_or_generated_and_not_both(model, images, tmp_path):
+    out = tmp_path / "x"
+    refused(trueup_command("calibrate", model, "-o", out), "--generated")
+    refused(trueup_command("calibrate", model, "-o", out, "--data", images, "--generated", 5), "--generated")
