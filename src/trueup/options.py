@@ -40,8 +40,7 @@ Interrupted, the same command goes on where it was.
 """
 _EVALUATE = """examples:
   trueup evaluate bundled:raw --calibration raw.trueup.safetensors --data bundled:images --features pixels
-  trueup evaluate bundled:raw --calibration raw.trueup.safetensors --data bundled:images --features pixels \\
-      --solver dpm-solver-3,ddim --nfe 10,20 --samples 200 -o comparison.json
+  trueup evaluate bundled:ema --calibration ema.trueup.safetensors --data bundled:images --nfe 10,20 -o c.json
 
 Samples MODEL with and without the calibration from the same seeds and compares both with the data: Fréchet
 distance and its relatives, precision and recall, colour drift, denoising loss on images the calibration has
