@@ -30,10 +30,13 @@ from trueup.sampling import sample_batches
 FINDINGS_LEVELS = (999, 852, 673, 440, 177, 44, 8)
 
 
-def parser(text: str) -> argparse.ArgumentParser:
+def parser(text: str, *, data: bool = True) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", required=True, nargs="+", metavar="DIR", help="diffusers model directories")
-    p.add_argument("--data", required=True, metavar="FILE", help=".npy of uint8 images (examples/cifar10.py)")
+    if data:
+        p.add_argument(
+            "--data", required=True, metavar="FILE", help=".npy of uint8 images (examples/cifar10.py)"
+        )
     p.add_argument("--beta-schedule", default="linear", help="for directories without a scheduler")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--batch-size", type=int, default=500 if torch.cuda.is_available() else 50)
@@ -112,6 +115,11 @@ class Quality:
 def plus_minus(estimate) -> str:
     low, high, _ = interval(estimate)
     return f"{estimate.value:.3g} ± {(high - low) / 2:.2g}"
+
+
+def numbers(estimate) -> list[float]:
+    """Value and 95% interval, for the JSON."""
+    return [estimate.value, *interval(estimate)[:2]]
 
 
 def change(before, after) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import trueup
 
-from common import Quality, change, finish, load_images, load_model, parser, plus_minus, table
+from common import Quality, change, finish, load_images, load_model, numbers, parser, plus_minus, table
 
 FITS = {"plain": ("shift", "plain"), "shift": ("shift", "shrunk"), "spectral": ("spectral", "shrunk")}
 
@@ -53,7 +53,7 @@ def main() -> None:
         )
         sources = [("data", images, n) for n in options.images if n <= len(images)]
         sources += [("generated", generated, n) for n in options.generated]
-        entry, found = {"uncalibrated": [e.value for e in base]}, {}
+        entry, found = {"uncalibrated": [numbers(e) for e in base]}, {}
         rows = [["images", "from", *(f"FD, {name}" for name in fits), *(f"W1, {name}" for name in fits)]]
         rows[0].append("last FD against uncalibrated")
         with tempfile.TemporaryDirectory() as folder:
@@ -75,11 +75,11 @@ def main() -> None:
                         f"{count:,}",
                         origin,
                         *(plus_minus(e[0]) for e in here),
-                        *(f"{e[1].value:.1f}" for e in here),
+                        *(plus_minus(e[1]) for e in here),
                     ]
                     + [change(base[0], here[-1][0])]
                 )
-                entry[f"{origin} {count}"] = {n: [e.value for e in found[origin, count, n]] for n in fits}
+                entry[f"{origin} {count}"] = {n: [numbers(e) for e in found[origin, count, n]] for n in fits}
                 print(" | ".join(rows[-1]), flush=True)
         print(table(rows))
         most = max(n for o, n, _ in found if o == "data")

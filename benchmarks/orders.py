@@ -13,7 +13,7 @@ import tempfile
 
 import trueup
 
-from common import Quality, change, finish, load_images, load_model, parser, plus_minus, table
+from common import Quality, change, finish, load_images, load_model, numbers, parser, plus_minus, table
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
                         change(found[0], found[-1]),
                     ]
                 )
-                entry[f"{order} {nfe}"] = dict(zip(calibrations, (e.value for e in found), strict=True))
+                entry[f"{order} {nfe}"] = dict(zip(calibrations, map(numbers, found), strict=True))
                 print(" | ".join(rows[-1]), flush=True)
         print(f"\n{path}: {options.samples} samples each\n")
         print(table(rows))

@@ -1,6 +1,6 @@
 """What sampling costs beside the network evaluations it makes, as ratios taken in one run.
 
-    python benchmarks/sampling.py --model DIR --data cifar10.npy [--device cuda]
+    python benchmarks/sampling.py --model DIR [--device cuda]
 
 A sampler's own work is timed with a network that answers at once, what it comes on top of with the bare
 network, in turn: the difference of two whole trajectories drowns in noise. The least times are compared,
@@ -32,7 +32,7 @@ def evaluate(network, x: torch.Tensor, t: torch.Tensor, evaluations: int) -> Non
 
 
 def main() -> None:
-    p = parser(__doc__)
+    p = parser(__doc__, data=False)
     p.add_argument("--batch", type=int, default=64)
     p.add_argument("--nfe", type=int, default=20)
     p.add_argument("--repeats", type=int, default=5)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import trueup
 
-from common import Quality, change, finish, load_images, load_model, parser, plus_minus, table
+from common import Quality, change, finish, load_images, load_model, numbers, parser, plus_minus, table
 
 SOLVERS = [
     "dpm-solver-1",
@@ -68,9 +68,9 @@ def main() -> None:
                         plus_minus(after[0]),
                         change(before[0], after[0]),
                     ]
-                    + [f"{before[1].value:.1f}", f"{after[1].value:.1f}"]
+                    + [plus_minus(before[1]), plus_minus(after[1])]
                 )
-                entry[f"{solver} {nfe}"] = [[e.value for e in pair] for pair in (before, after)]
+                entry[f"{solver} {nfe}"] = [[numbers(e) for e in pair] for pair in (before, after)]
                 print(" | ".join(rows[-1]), flush=True)
         print(f"\n{path}: {options.samples} samples each, calibrated from {options.images} images\n")
         print(table(rows))

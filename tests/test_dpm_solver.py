@@ -16,7 +16,7 @@ from trueup.errors import TrueupError
 from trueup.hf import as_denoiser
 from trueup.parametrization import Parametrization
 from trueup.sampling import DPMSolver
-from trueup.sampling.draw import prior_std
+from trueup.sampling.draw import count_evaluations, prior_std
 from trueup.sampling.grid import between, from_unit, to_unit
 from trueup.sampling.network import Network
 
@@ -188,6 +188,40 @@ def test_an_embedding_table_is_asked_at_whole_timesteps_with_their_own_noise():
     reference = trueup.sample(exact_net, 64, nfe=600)
     # Moving a level without its noise would leave errors of the size of a timestep's noise, about 0.02.
     assert float((x - reference).abs().max()) < 4e-3
+
+
+def rounding():
+    """A network that truncates its timestep, and what it was asked."""
+    inner, asked = GAUSSIAN.denoiser(processes.DiscreteVP.linear()), []
+
+    def network(x, t):
+        asked.append(t)
+        return inner(x, t.long().float()) + 0.1
+
+    process = processes.DiscreteVP.linear()
+    return trueup.Denoiser(network, process, "noise", GAUSSIAN.shape, data_range=None), asked
+
+
+def test_whole_times_are_noticed_through_a_calibration_too():
+    denoiser, asked = rounding()
+    cal = trueup.calibrate(denoiser, GAUSSIAN.sample(64), levels=[100, 500, 900])
+    fresh, asked = rounding()
+    trueup.sample(fresh, 1, nfe=6, calibration=cal)
+    assert all(not t.is_floating_point() for t in asked[3:])
+
+
+def test_whole_times_cost_no_more_evaluations_than_are_stated():
+    denoiser, asked = rounding()
+    stated = count_evaluations(DPMSolver(3), 100, denoiser)
+    asked.clear()
+    trueup.sample(denoiser, 1, nfe=100)
+    assert len(asked) == stated < 100
+
+
+def test_adaptive_steps_are_refused_where_times_are_whole():
+    denoiser, _ = rounding()
+    with pytest.raises(TrueupError, match="whole ones only"):
+        trueup.sample(denoiser, 1, solver="dpm-solver-3-adaptive")
 
 
 def test_a_network_that_rounds_silently_is_noticed():

@@ -11,7 +11,7 @@ from trueup import process as processes
 from trueup.analytic import GaussianMixture
 from trueup.comparison import Change
 from trueup.data import Samples
-from trueup.errors import DataError, MismatchError
+from trueup.errors import DataError, MismatchError, TrueupError
 from trueup.evaluation import build_reference, image_maker
 from trueup.metrics import Estimate, ModuleFeatures, Pixels
 
@@ -98,7 +98,46 @@ def test_the_loss_is_measured_on_images_the_calibration_has_not_seen(comparison,
 
 def test_other_data_is_noticed(biased, calibration, images):
     found = trueup.evaluate(biased, calibration, images.flip(0), samples=40, nfe=[6], features="pixels")
-    assert any("other images" in note for note in found.notes)
+    assert any("cannot tell which images" in note for note in found.notes)
+    assert "other images" not in found.table()
+
+
+def test_bad_images_among_the_held_out_are_skipped_where_asked(biased, calibration, images):
+    spoiled = [*images[:240]]
+    spoiled[220] = torch.full((3, 4, 4), torch.nan)
+    found = trueup.evaluate(
+        biased, calibration, spoiled, samples=8, nfe=[4], features="pixels", skip_bad=True
+    )
+    assert found.reference["loss_images"] == 39
+
+
+def test_too_few_samples_are_not_called_noise(biased, calibration, images):
+    found = trueup.evaluate(biased, calibration, images, samples=6, nfe=[4], features="pixels")
+    assert "too few samples to tell" in found.table()
+    assert "within noise" not in found.table()
+    with pytest.raises(TrueupError, match="4 samples or more"):
+        trueup.evaluate(biased, calibration, images, samples=2, nfe=[4], features="pixels")
+
+
+def test_another_decoder_is_not_mixed_into_a_run(tmp_path, biased, calibration, images):
+    settings = {"samples": 8, "nfe": [4], "features": "pixels", "run": tmp_path}
+    trueup.evaluate(biased, calibration, images, **settings)
+    with pytest.raises(TrueupError, match="another decoder"):
+        trueup.evaluate(biased, calibration, images, decode=torch.tanh, **settings)
+    trueup.evaluate(biased, calibration, images, decode=torch.tanh, force=True, **settings)
+
+
+def test_an_adaptive_solver_is_one_row(biased, calibration, images):
+    found = trueup.evaluate(
+        biased,
+        calibration,
+        images,
+        solvers=["dpm-solver-2-adaptive"],
+        nfe=[4, 5],
+        samples=8,
+        features="pixels",
+    )
+    assert [(row.nfe, row.evaluations) for row in found.rows] == [(None, None)]
 
 
 def test_doing_nothing_is_within_noise(data, images):

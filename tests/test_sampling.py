@@ -187,6 +187,21 @@ def test_a_learned_variance_reaches_the_scheduler_that_wants_it():
     assert torch.allclose(found, x, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize(
+    "name", ["ddim", "euler", "unipc", "pndm", "dpm++2m", "dpm++2s", "deis", "dpm-solver-2"]
+)
+def test_other_samplers_leave_a_learned_variance_out(name, channels):
+    torch.manual_seed(0)
+    net = tiny_unet(in_channels=channels, out_channels=2 * channels)
+    scheduler = diffusers.DDPMScheduler(variance_type="learned_range", clip_sample=False)
+    denoiser = as_denoiser(net, scheduler=scheduler)
+    x = trueup.sample(denoiser, 2, solver=name, nfe=4)
+    mean = trueup.Denoiser(lambda x, t: net(x, t).sample[:, :channels], VP, "noise", (channels, 8, 8))
+    mean.scheduler_config = diffusers.DDPMScheduler(clip_sample=False).config
+    assert torch.allclose(x, trueup.sample(mean, 2, solver=name, nfe=4), rtol=1e-4, atol=1e-4)
+
+
 def test_networks_in_half_precision_keep_float32_states():
     net = tiny_unet().half()
     x = trueup.sample(as_denoiser(net, scheduler=diffusers.DDIMScheduler()), 2, solver="ddim", nfe=3)
@@ -256,6 +271,27 @@ def test_a_scheduler_with_another_schedule_is_refused():
         trueup.sample(
             GAUSSIAN.denoiser(VP), 1, solver=diffusers.DDIMScheduler(prediction_type="v_prediction")
         )
+
+
+@pytest.mark.parametrize("name", ["UnCLIPScheduler", "DDIMInverseScheduler", "DDPMWuerstchenScheduler"])
+def test_schedulers_of_other_noise_are_refused_though_they_take_any_config(name):
+    denoiser = as_denoiser(tiny_unet(), scheduler=diffusers.DDPMScheduler())
+    with pytest.raises(TrueupError):
+        trueup.sample(denoiser, 1, solver=name, nfe=5)
+
+
+def test_a_prediction_type_given_by_hand_reaches_the_scheduler():
+    denoiser = as_denoiser(tiny_unet(), scheduler=diffusers.DDPMScheduler(), parametrization="velocity")
+    assert as_solver("ddim", denoiser).scheduler.config.prediction_type == "v_prediction"
+
+
+def test_a_flow_models_shift_is_kept():
+    denoiser = exact_for("flow")
+    denoiser.scheduler_config = {"num_train_timesteps": 1000, "shift": 3.0, "use_dynamic_shifting": True}
+    assert as_solver("flow-euler", denoiser).scheduler.config.shift == 3.0
+    unipc = as_solver("unipc", denoiser)
+    assert unipc.scheduler.config.flow_shift == 3.0
+    trueup.sample(denoiser, 1, solver=unipc, nfe=4)
 
 
 def test_a_scheduler_takes_over_the_models_own_config():
@@ -347,7 +383,12 @@ def test_interrupted_sampling_goes_on_and_ends_the_same(tmp_path):
         (lambda p: (p / "x").write_text("mine"), "x", "is a file"),
         (lambda p: (p / "x.png").mkdir(), "x.png", "is a directory"),
         (lambda p: None, "nowhere/x.npz", "not a directory"),
-        (lambda p: Kept(p / "old", {"seed": 1}), "old", "another seed"),
+        (
+            lambda p: Kept(p / "old", {"seed": 1}).add(torch.arange(1), rows=torch.zeros(1)),
+            "old",
+            "another seed",
+        ),
+        (lambda p: None, "x.jpg", "folder of PNGs"),
     ],
 )
 def test_nothing_of_the_users_is_overwritten(tmp_path, prepare, path, words):
@@ -365,7 +406,46 @@ def test_parts_of_other_sizes_fit_together(tmp_path):
     kept.add(torch.arange(2, 7), rows=rows[2:7])  # written again in larger batches
     kept.add(torch.arange(7, 10), rows=rows[7:])
     assert kept.tensors(9)["rows"].tolist() == list(range(9))
+    del kept
     assert Kept(tmp_path / "k", {}).done == 10
+
+
+def test_a_missing_part_is_noticed(tmp_path):
+    kept = Kept(tmp_path / "k", {})
+    kept.add(torch.arange(4), rows=torch.arange(4))
+    kept.add(torch.arange(6, 9), rows=torch.arange(6, 9))
+    with pytest.raises(TrueupError, match="lacks sample 4"):
+        kept.tensors(9)
+
+
+def test_samples_being_replaced_are_never_taken_for_new_ones(tmp_path, monkeypatch):
+    old = Kept(tmp_path / "k", {"seed": 0})
+    old.add(torch.arange(4), rows=torch.zeros(4))
+    del old
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.unlink", killed)  # while the old ones go
+        with pytest.raises(KeyboardInterrupt):
+            Kept(tmp_path / "k", {"seed": 1}, force=True)
+    new = Kept(tmp_path / "k", {"seed": 1})
+    assert new.done == 0
+    assert not list((tmp_path / "k").glob("*.safetensors"))
+
+
+def test_settings_that_came_to_nothing_do_not_stand_in_the_way(tmp_path):
+    Kept(tmp_path / "k", {"seed": 0})
+    assert Kept(tmp_path / "k", {"seed": 1}).done == 0
+
+
+def test_two_at_once_are_refused(tmp_path):
+    first = Kept(tmp_path / "k", {})
+    with pytest.raises(TrueupError, match="another process"):
+        Kept(tmp_path / "k", {})
+    del first
+    Kept(tmp_path / "k", {})
 
 
 def test_generated_images_stand_in_for_data_and_the_calibration_says_so(tmp_path):
@@ -381,13 +461,21 @@ def test_generated_images_stand_in_for_data_and_the_calibration_says_so(tmp_path
     again = trueup.generate(denoiser, 60, nfe=12, folder=tmp_path / "g")
     assert torch.equal(again.images, data.images)
     cal = trueup.calibrate(denoiser, data, images=None, levels=[100, 500, 900])
-    assert cal.generated == {"solver": "dpm-solver-3", "nfe": 12, "seed": 0}
+    assert cal.generated["nfe"] == 12
+    assert cal.generated["solver"] == repr(DPMSolver(3))
     assert "60 generated images" in cal.summary()
     assert "model's own samples" in cal.summary()
     cal.save(tmp_path / "c.trueup.safetensors")
     assert trueup.load(tmp_path / "c.trueup.safetensors").generated == cal.generated
     # At t = 900 little is left of the images, so that any will do to see that eps is off by 0.4.
     assert float(cal.correction.shift_map()[-1].mean()) == pytest.approx(0.4, abs=0.05)
+
+
+def test_generated_images_are_not_those_that_are_judged_later():
+    denoiser = GAUSSIAN.denoiser(VP)
+    data = trueup.generate(denoiser, 8, nfe=6)
+    judged = trueup.sample(denoiser, 8, nfe=6)
+    assert float((data.images[:, None] - judged[None]).flatten(2).abs().amax(2).min()) > 1e-3
 
 
 def test_generated_images_of_a_conditional_network_carry_their_labels():

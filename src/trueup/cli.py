@@ -74,7 +74,11 @@ def _as_options(message: str, options: argparse.Namespace) -> str:
     message = re.sub(r"data_range=\((-?[\d.]+), (-?[\d.]+)\)", r"--data-range \1,\2", message)
     message = message.replace("data_range=(low, high)", "--data-range LOW,HIGH")
     message = re.sub(r"\b(resize|crop)='(\w+)'", r"--\1 \2", message)
-    for words, option in (("weights=PATH", "--weights FILE"), ("pass null_label", "pass --null-label N")):
+    for words, option in (
+        ("weights=PATH", "--weights FILE"),
+        ("pass null_label", "pass --null-label N"),
+        (", or pass force=True if you know they agree", ""),
+    ):
         message = message.replace(words, option)
     one_image = ("cannot be read as an image", "is a colour image", "has transparency")
     if any(words in message for words in one_image) and not getattr(options, "skip_bad", False):

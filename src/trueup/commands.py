@@ -7,15 +7,14 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trueup.artifact import load
+from trueup.attachment import attach
 from trueup.calibration import Calibration
 from trueup.data import Samples, Transform
 from trueup.demo import run as run_demo
@@ -27,11 +26,11 @@ from trueup.estimate import Moments, fit, measure
 from trueup.evaluation import build_reference, image_maker
 from trueup.evaluation import evaluate as compare
 from trueup.files import write
-from trueup.hf import as_decoder, as_denoiser, find_decoder
+from trueup.hf import Decoder, as_decoder, as_denoiser, find_decoder
 from trueup.metrics import Reference, load_features
 from trueup.report import as_json, plain_output, show
 from trueup.sampling import DPMSolver, as_solver, generate, sample_batches
-from trueup.sampling.draw import Solver, check_nfe
+from trueup.sampling.draw import Solver, check_labels, count_evaluations
 from trueup.sampling.store import Output
 
 
@@ -53,6 +52,7 @@ def calibrate(options: argparse.Namespace) -> int:
             seed=options.seed,
             batch_size=options.batch_size,
             folder=run / "generated",
+            force=options.force,
             progress=_progress(options),
         )
         options.images = options.generated
@@ -99,16 +99,20 @@ def sample(options: argparse.Namespace) -> int:
     """`trueup sample`."""
     denoiser = _denoiser(options)
     solver = _solver(options.solver, denoiser, options)
-    evaluations = check_nfe(solver, options.nfe)
+    labels = check_labels(denoiser, options.labels, options.guidance)
+    evaluations = count_evaluations(solver, options.nfe, denoiser, labels)
     calibration = load(options.calibration) if options.calibration is not None else None
+    if calibration is not None:
+        attach(denoiser, calibration).remove()  # or say now that it does not fit
     decode = _decoder(options, denoiser)
     settings = {
+        **denoiser.identity(),
         "solver": repr(solver),
         "number of evaluations": None if evaluations is None else options.nfe,
         "seed": options.seed,
         "set of labels": options.labels,
         "guidance": [options.guidance, options.null_label],
-        "network": denoiser.fingerprint(),
+        "decoder": None if decode is None else decode.identity,
         "calibration": None if calibration is None else calibration.identity,
     }
     if decode is None and denoiser.data_range is None and options.output.suffix != ".npz":
@@ -148,6 +152,8 @@ def evaluate(options: argparse.Namespace) -> int:
     output = options.output
     if output is not None:
         _check_output(output, options.force)
+    if options.save_reference is not None:
+        _check_output(options.save_reference, options.force)
     if options.data is None and options.reference is None:
         raise DataError("say what to compare with: --data, or a --reference saved before")
     denoiser = _denoiser(options)
@@ -189,6 +195,7 @@ def evaluate(options: argparse.Namespace) -> int:
         transform=transform,
         skip_bad=options.skip_bad,
         run=run,
+        force=options.force,
         progress=_progress(options),
     )
     text = json.dumps(comparison.as_json(), indent=2)
@@ -336,7 +343,7 @@ def _solver(name: str, denoiser: Denoiser, options: argparse.Namespace) -> Solve
     return replace(solver, **tolerances)
 
 
-def _decoder(options: argparse.Namespace, denoiser: Denoiser) -> Callable[[Tensor], Tensor] | None:
+def _decoder(options: argparse.Namespace, denoiser: Denoiser) -> Decoder | None:
     """What makes images of a latent model's samples: what --vae names, or what lies beside the model."""
     if options.vae is not None:
         return as_decoder(options.vae, denoiser.device)

@@ -17,6 +17,7 @@ MEASURES = {
     "precision": ("precision", True),
     "recall": ("recall", True),
     "colour": ("colour drift (W1)", False),
+    "brightness": ("brightness drift (W1)", False),
 }
 
 
@@ -56,6 +57,7 @@ class Row:
     """One solver at one number of evaluations."""
 
     solver: str
+    settings: str  # all of the solver's
     nfe: int | None
     evaluations: int | None  # made; None where every image makes its own number
     changes: dict[str, Change]
@@ -72,7 +74,8 @@ class Comparison:
     features: dict[str, Any]
     reference: dict[str, Any]
     calibration: dict[str, Any]
-    loss: list[dict[str, float]]  # per level, held-out; empty without data
+    settings: dict[str, Any]  # the network, its labels and guidance
+    loss: list[dict[str, float]]  # per level; empty without data
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -89,6 +92,8 @@ class Comparison:
             lines.append(f"  {'':26} {'uncalibrated':>14} {'calibrated':>14}   difference, 95% interval")
             for name, change in row.changes.items():
                 word = {True: "better", False: "WORSE", None: "within noise"}[change.better]
+                if math.isnan(change.difference.low):
+                    word = "too few samples to tell"
                 d = change.difference
                 lines.append(
                     f"  {MEASURES[name][0]:26} {change.before.value:14.4g} {change.after.value:14.4g}   "
@@ -101,7 +106,8 @@ class Comparison:
             before, after = (sum(level[k] for level in self.loss) for k in ("before", "after"))
             worse = [level["t"] for level in self.loss if level["gain"] + level["reach"] < 0]
             lines.append(
-                f"denoising loss on {self.reference['loss_images']} other images, sum of {len(self.loss)} "
+                f"denoising loss on {self.reference['loss_images']} "
+                f"{'other ' if self.reference['loss_held_out'] else ''}images, sum of {len(self.loss)} "
                 f"levels: {before:.5g} -> {after:.5g} ({before - after:.3g} less)"
                 + (f"; WORSE at t = {', '.join(f'{t:g}' for t in worse)}" if worse else "; worse at none")
             )

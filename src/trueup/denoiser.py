@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -128,6 +129,17 @@ class Denoiser:
     def fingerprint(self) -> dict[str, str]:
         """Hashes of the weights; empty for a network without any."""
         return fingerprint(self.network)
+
+    def identity(self) -> dict[str, Any]:
+        """What a network's samples depend on, as plain JSON values, to tell runs apart by."""
+        process = json.dumps(self.process.settings(), sort_keys=True).encode()
+        return {
+            "network": self.description,
+            "weights": self.fingerprint(),
+            "noise process": hashlib.blake2b(process, digest_size=8).hexdigest(),
+            "prediction": self.parametrization.settings(),
+            "model range": list(self.data_range) if self.data_range is not None else None,
+        }
 
     @torch.inference_mode()
     def has_own_call(self, x_t: Tensor, t: Tensor, y: Any = None) -> bool:

@@ -12,23 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trueup import __version__
 from trueup.artifact import load
+from trueup.attachment import attach
 from trueup.calibration import Calibration
 from trueup.comparison import MEASURES, Change, Comparison, Row
 from trueup.data import Samples, Transform
 from trueup.denoiser import Denoiser
-from trueup.errors import DataError
+from trueup.errors import DataError, TrueupError
 from trueup.estimate import measure
 from trueup.estimate.confirm import score
 from trueup.estimate.statistics import mean_and_error, student_quantile
 from trueup.hf import as_denoiser
 from trueup.metrics import FeatureBatch, Features, Reference, colours, load_features, measures, wasserstein
 from trueup.sampling import as_solver, pictures, sample_batches
-from trueup.sampling.draw import Solver, check_nfe
+from trueup.sampling.draw import Solver, check_labels, count_evaluations
 from trueup.sampling.store import Kept
+from trueup.sources import split_row
 
 LOSS_IMAGES = 200  # held-out images the denoising loss is measured on
 REFERENCE_IMAGES = 10_000
+FEWEST_SAMPLES = 4  # precision and recall need three neighbours
+_DECODED = 16  # latents decoded at once: an autoencoder takes more memory than the network
 ToImages = Callable[[Tensor], Tensor]
 
 
@@ -56,6 +61,7 @@ def evaluate(
     scheduler: Any = None,
     device: torch.device | str | None = None,
     run: str | PathLike[str] | None = None,
+    force: bool = False,
     progress: bool | None = None,
 ) -> Comparison:
     """Sample with and without a calibration from the same seeds, and compare both with the data.
@@ -64,14 +70,21 @@ def evaluate(
     solvers and nfe: every one of the first at every one of the second. features, weights: see
     `trueup.metrics.load_features`. decode: turns latents into images (see `trueup.hf.as_decoder`); without it
     latents are compared as they are. images: how many of the data to compare with. run: a directory that
-    keeps the features of what was sampled, to go on from after an interruption.
+    keeps the features of what was sampled, to go on from after an interruption; force replaces what was
+    sampled there with other settings.
     """
     denoiser = as_denoiser(model, scheduler=scheduler, device=device)
     calibration = calibration if isinstance(calibration, Calibration) else load(calibration)
     if data is None and reference is None:
         raise DataError("evaluating needs data to compare with, or a reference made from it")
-    chosen = [(as_solver(solver, denoiser, grid), number) for solver in solvers for number in nfe]
-    evaluations = [check_nfe(solver, number) for solver, number in chosen]
+    if not isinstance(samples, int) or samples < FEWEST_SAMPLES:
+        raise TrueupError(f"a comparison needs {FEWEST_SAMPLES} samples or more, not {samples!r}")
+    attach(denoiser, calibration).remove()  # or say now that it does not fit
+    classes = check_labels(denoiser, labels, guidance)
+    chosen: list[tuple[Solver, int | None]] = []
+    for solver in (as_solver(given, denoiser, grid) for given in solvers):
+        chosen += [(solver, None)] if solver.adaptive else [(solver, number) for number in nfe]
+    evaluations = [count_evaluations(solver, number, denoiser, classes) for solver, number in chosen]
     extract = load_features(features, weights=weights) if isinstance(features, str) else features
     extract.to(denoiser.device)
     to_images = image_maker(denoiser, decode)
@@ -86,21 +99,24 @@ def evaluate(
         reference = Reference.load(reference)
     reference.check(extract)
 
-    def sampled(solver: Solver, number: int, used: Calibration | None) -> dict[str, Tensor]:
+    conditions = {"set of labels": labels, "guidance": guidance, "null label": null_label, "seed": seed}
+    decoder = None if decode is None else getattr(decode, "identity", repr(decode))
+
+    def sampled(solver: Solver, number: int | None, used: Calibration | None) -> dict[str, Tensor]:
         which = "uncalibrated" if used is None else "calibrated"
+        name = solver.name if number is None else f"{solver.name}-{number}"
         kept = None
         if run is not None:
             settings = {
+                **denoiser.identity(),
+                **conditions,
                 "solver": repr(solver),
                 "number of evaluations": number,
-                "seed": seed,
-                "guidance": guidance,
-                "labels": labels,
-                "network": denoiser.fingerprint(),
+                "decoder": decoder,
                 "set of features": [extract.name, extract.preprocessing, extract.weights],
                 "calibration": None if used is None else used.identity,
             }
-            kept = Kept(Path(run) / f"{solver.name}-{number}-{which}", settings)
+            kept = Kept(Path(run) / f"{name}-{which}", settings, force=force)
         batches = sample_batches(
             denoiser,
             samples,
@@ -114,7 +130,7 @@ def evaluate(
             seed=seed,
             batch_size=batch_size,
             progress=progress,
-            description=f"{solver.name} {number}, {which}",
+            description=f"{name}, {which}",
         )
         return _features(batches, extract, to_images, kept, samples)
 
@@ -122,13 +138,20 @@ def evaluate(
     rows = []
     for (solver, number), made in zip(chosen, evaluations, strict=True):
         before, after = (sampled(solver, number, used) for used in (None, calibration))
-        rows.append(_row(solver.name, number, made, before, after, reference, notes))
+        changes, colour = _compare(before, after, reference, notes)
+        rows.append(Row(solver.name, repr(solver), number, made, changes, colour))
     loss: list[dict[str, float]] = []
-    loss_images = 0
+    loss_images, held_out = 0, True
     if source is not None and not source.indexed:
         notes.append("the data is a stream, read once: no denoising loss")
     elif source is not None:
-        loss, loss_images = _held_out(denoiser, calibration, source, seed, batch_size, notes, progress)
+        first = _first_unused(calibration, source)
+        held_out = first is not None
+        if not held_out:
+            notes.append("cannot tell which images the calibration was made from: the loss is on the first")
+        loss, loss_images = _loss(
+            denoiser, calibration, source, first or 0, seed, batch_size, notes, progress
+        )
     return Comparison(
         rows=rows,
         samples=samples,
@@ -144,6 +167,7 @@ def evaluate(
             "fingerprint": reference.fingerprint,
             "mean_colour": reference.colours.double().mean(0).tolist(),
             "loss_images": loss_images,
+            "loss_held_out": held_out,
         },
         calibration={
             "family": calibration.family,
@@ -151,7 +175,9 @@ def evaluate(
             "images": calibration.evidence.images,
             "generated": calibration.generated,
             "verdict": calibration.verdict(),
+            "identity": calibration.identity,
         },
+        settings={"trueup": __version__, **denoiser.identity(), **conditions, "decoder": decoder},
         loss=loss,
         notes=notes,
     )
@@ -160,7 +186,9 @@ def evaluate(
 def image_maker(denoiser: Denoiser, decode: ToImages | None = None) -> ToImages:
     """What makes pictures of a model's samples, 8-bit; latents without a decoder stay as they are."""
     if decode is not None:
-        return lambda x: pictures(decode(x.to(denoiser.device)), (-1.0, 1.0))
+        return lambda x: torch.cat(
+            [pictures(decode(part.to(denoiser.device)), (-1.0, 1.0)) for part in x.split(_DECODED)]
+        )
     if denoiser.data_range is None:
         return lambda x: x.cpu()
     data_range = denoiser.data_range
@@ -219,32 +247,27 @@ def _features(
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _row(
-    solver: str,
-    nfe: int | None,
-    evaluations: int | None,
-    before: dict[str, Tensor],
-    after: dict[str, Tensor],
-    reference: Reference,
-    notes: list[str],
-) -> Row:
+def _compare(
+    before: dict[str, Tensor], after: dict[str, Tensor], reference: Reference, notes: list[str]
+) -> tuple[dict[str, Change], dict[str, list[float]]]:
+    """Every measure of both, and their mean colours."""
     found = []
     for made in (before, after):
         batch = FeatureBatch(made["pooled"], made.get("spatial"), made.get("logits"))
         estimates, warnings = measures(batch, reference)
-        estimates["colour"] = wasserstein(made["colours"], reference.colours)
         notes += [warning for warning in warnings if warning not in notes]
+        ours, data = made["colours"].double(), reference.colours
+        if ours.shape[1] > 1:
+            estimates["colour"] = wasserstein(ours, data)
+        estimates["brightness"] = wasserstein(ours.mean(1, keepdim=True), data.mean(1, keepdim=True))
         found.append(estimates)
     changes = {
         name: Change.of(found[0][name], found[1][name], more_is_better)
         for name, (_, more_is_better) in MEASURES.items()
         if name in found[0]
     }
-    colour = {
-        name: made["colours"].double().mean(0).tolist()
-        for name, made in (("before", before), ("after", after))
-    }
-    return Row(solver, nfe, evaluations, changes, colour)
+    means = (made["colours"].double().mean(0).tolist() for made in (before, after))
+    return changes, dict(zip(("before", "after"), means, strict=True))
 
 
 class _From:
@@ -257,7 +280,8 @@ class _From:
         return max(0, len(self.samples) - self.first)
 
     def __getitem__(self, index: int) -> Any:
-        return self.samples.at(self.first + index), self.samples.label(self.first + index)
+        image, _ = split_row(self.samples.source[self.first + index])
+        return image, self.samples.label(self.first + index)
 
 
 def _first_unused(calibration: Calibration, samples: Samples) -> int | None:
@@ -270,23 +294,22 @@ def _first_unused(calibration: Calibration, samples: Samples) -> int | None:
     return samples.position if f"{digest:016x}" == calibration.data_fingerprint else None
 
 
-def _held_out(
+def _loss(
     denoiser: Denoiser,
     calibration: Calibration,
     samples: Samples,
+    first: int,
     seed: int,
     batch_size: int | None,
     notes: list[str],
     progress: bool | None,
 ) -> tuple[list[dict[str, float]], int]:
-    """Denoising loss per level before and after, on images that the calibration was not made from."""
-    first = _first_unused(calibration, samples)
-    if first is None:
-        notes.append("the calibration was made from other images: the loss is on the first of these")
-    held = _From(samples, first or 0)
+    """Denoising loss per level before and after, on images from `first` on."""
+    held = _From(samples, first)
     if not len(held):
         notes.append("all images were used for the calibration: there are none to measure the loss on")
         return [], 0
+    transform = samples.transform
     moments = measure(
         denoiser,
         held,
@@ -295,7 +318,10 @@ def _held_out(
         seed=seed + 1,
         batch_size=batch_size,
         edges=calibration.correction.bands.edges,
-        data_range=denoiser.data_range,
+        resize=transform.resize,
+        crop=transform.crop,
+        flip=transform.flip,
+        data_range=transform.data_range or (denoiser.data_range if samples.signed else None),
         skip_bad=samples.skip_bad,
         progress=progress,
     )
@@ -303,6 +329,5 @@ def _held_out(
     gain, error = mean_and_error(score(moments, calibration.correction).gain().sum(2), moments.rows)
     reach = student_quantile(0.975, max(moments.folds - 1, 1)) * error
     levels = zip(calibration.t.tolist(), before.tolist(), gain.tolist(), reach.tolist(), strict=True)
-    return [
-        {"t": t, "before": b, "after": b - g, "gain": g, "reach": r} for t, b, g, r in levels
-    ], moments.images
+    rows = [{"t": t, "before": b, "after": b - g, "gain": g, "reach": r} for t, b, g, r in levels]
+    return rows, moments.images

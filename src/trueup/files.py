@@ -47,6 +47,23 @@ def _sync_directory(folder: Path) -> None:
         os.close(handle)
 
 
+def lock(folder: Path) -> int | None:
+    """Hold a folder for this process alone until the handle is closed; None where that cannot be done."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return None
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise TrueupError(f"another process is working in {folder}: wait for it, or stop it") from None
+    except OSError:  # a file system that cannot lock
+        pass
+    return handle
+
+
 def remove_leftovers(path: Path) -> None:
     """Delete temporary files of `write` that a killed process left beside `path`."""
     for leftover in path.parent.glob(f".{path.name}.tmp-*"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trueup import process as processes
-from trueup.denoiser import Denoiser, prediction
+from trueup.denoiser import Denoiser, fingerprint, prediction
 from trueup.errors import ModelError
 from trueup.parametrization import Parametrization
 from trueup.schedules import schedule
@@ -111,28 +111,34 @@ def as_denoiser(
     return denoiser.to(device) if device is not None else denoiser
 
 
-def as_decoder(vae: Any, device: torch.device | str | None = None) -> Callable[[Tensor], Tensor]:
-    """What turns latents into images in -1..1, from an autoencoder of diffusers or its directory."""
-    module: Any = _load_network(Path(vae)) if isinstance(vae, (str, Path)) else vae
-    if not (isinstance(module, nn.Module) and hasattr(module, "decode")):
-        raise ModelError(f"{_name(vae)} is no autoencoder: it has no decode")
-    module = module.to(device) if device is not None else module
-    config = _config(module)
-    scale, shift = config.get("scaling_factor") or 1.0, config.get("shift_factor") or 0.0
-    mean, std = config.get("latents_mean"), config.get("latents_std")
+class Decoder:
+    """Turns latents into images in -1..1 with an autoencoder of diffusers."""
+
+    def __init__(self, autoencoder: nn.Module):
+        self.autoencoder: Any = autoencoder
+        config = _config(autoencoder)
+        self.scale, self.shift = config.get("scaling_factor") or 1.0, config.get("shift_factor") or 0.0
+        self.mean, self.std = config.get("latents_mean"), config.get("latents_std")
+        self.identity = fingerprint(autoencoder)
 
     @torch.inference_mode()
-    def decode(x: Tensor) -> Tensor:
-        weight = next(module.parameters())
-        x = x.to(weight)
+    def __call__(self, x: Tensor) -> Tensor:
+        """Images of latents in the network's own scale."""
+        x = x.to(next(self.autoencoder.parameters()))
         wide = (1, -1, *[1] * (x.ndim - 2))
-        if mean is not None and std is not None:  # per channel
-            x = x * x.new_tensor(std).view(wide) / scale + x.new_tensor(mean).view(wide)
+        if self.mean is not None and self.std is not None:  # per channel
+            x = x * x.new_tensor(self.std).view(wide) / self.scale + x.new_tensor(self.mean).view(wide)
         else:
-            x = x / scale + shift
-        return prediction(module.decode(x)).float()
+            x = x / self.scale + self.shift
+        return prediction(self.autoencoder.decode(x)).float()
 
-    return decode
+
+def as_decoder(vae: Any, device: torch.device | str | None = None) -> Decoder:
+    """A decoder from an autoencoder of diffusers or its directory."""
+    module = _load_network(Path(vae)) if isinstance(vae, (str, Path)) else vae
+    if not (isinstance(module, nn.Module) and hasattr(module, "decode")):
+        raise ModelError(f"{_name(vae)} is no autoencoder: it has no decode")
+    return Decoder(module.to(device) if device is not None else module)
 
 
 def find_decoder(model: Any) -> Any:

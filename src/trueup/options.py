@@ -261,6 +261,8 @@ def _labels(text: str) -> list[int]:
         if not (first.isascii() and first.isdigit() and (not dash or (last.isascii() and last.isdigit()))):
             raise argparse.ArgumentTypeError(f"{text!r} is not a list of labels, for instance 0,1,2 or 0-9")
         labels += range(int(first), int(last or first) + 1)
+    if not labels:
+        raise argparse.ArgumentTypeError(f"{text!r} is an empty list of labels")
     return labels
 
 

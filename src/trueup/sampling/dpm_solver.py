@@ -163,9 +163,11 @@ class DPMSolver:
             return [3] * (whole - 1) + [2, 1]
         return [3] * whole + [rest]
 
-    def evaluations(self, nfe: int) -> int:
-        """How many evaluations it makes of the `nfe` it may."""
-        return sum(self.orders(nfe))
+    def evaluations(self, nfe: int, process: NoiseProcess | None = None, whole_times: bool = False) -> int:
+        """How many evaluations it makes of the `nfe` it may; fewer where whole times coincide."""
+        if process is None or not whole_times:
+            return sum(self.orders(nfe))
+        return sum(run[:, 1:].numel() for run in self.plan(process, nfe, whole_times))
 
     def end_time(self, process: NoiseProcess, nfe: int | None) -> Tensor:
         """The time it stops at."""
@@ -247,6 +249,8 @@ def _to_whole_times(runs: list[Tensor], process: NoiseProcess) -> list[Tensor]:
         whole = torch.unique_consecutive(process.snap(step))
         if len(whole) > 1:
             moved.append(whole)
+    if not moved:
+        raise TrueupError("there is no whole timestep between the start and the end: end later")
     if last < moved[-1][-1]:
         moved[-1][-1] = last  # it is not asked there
     return [torch.stack(list(same)) for _, same in groupby(moved, key=len)]

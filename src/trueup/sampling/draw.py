@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from trueup.attachment import attach
 from trueup.calibration import Calibration
@@ -122,28 +123,31 @@ def sample_batches(
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise TrueupError(f"{name} is a whole number of at least {least}, not {value!r}")
     chosen = as_solver(solver, denoiser, grid)
-    evaluations = check_nfe(chosen, nfe)
-    classes = _labels(denoiser, labels, guidance, null_label)
-    guided = _null_label(denoiser, guidance, null_label)
-    size = batch_size or 4 * default_batch_size(denoiser)
-
-    from tqdm import tqdm
-
+    classes = check_labels(denoiser, labels, guidance)
+    evaluations = count_evaluations(chosen, nfe, denoiser, classes)
+    network = Network(
+        denoiser,
+        guidance=guidance,
+        null_label=_null_label(denoiser, guidance, null_label),
+        at_once=batch_size or 4 * default_batch_size(denoiser),
+        whole_times=takes_whole_times_only(denoiser, classes),
+    )
     attached = attach(denoiser, calibration) if calibration is not None else nullcontext()
     show = sys.stderr.isatty() if progress is None else progress
     total = None if evaluations is None else evaluations * (count - start)
-    with (
-        attached,
-        denoiser.evaluating(),
-        tqdm(total=total, desc=description, unit="eval", disable=not show, file=sys.stderr) as bar,
-    ):
-        whole = takes_whole_times_only(denoiser, classes)
-        network = Network(denoiser, guidance=guidance, null_label=guided, at_once=size, whole_times=whole)
-        for first in range(start, count, size):
-            index = torch.arange(first, min(first + size, count))
-            if classes is not None:
-                network.y = classes[index % len(classes)].to(denoiser.device)
-            yield index, _draw(chosen, network, index, seed, nfe, partial(_advance, bar, len(index)))
+    bar = tqdm(total=total, desc=description, unit="eval", disable=not show, file=sys.stderr)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        size = network.at_once or 1
+        with attached, denoiser.evaluating(), bar:
+            for first in range(start, count, size):
+                index = torch.arange(first, min(first + size, count))
+                if classes is not None:
+                    network.y = classes[index % len(classes)].to(denoiser.device)
+                advance = partial(_advance, bar, len(index))
+                yield index, _draw(chosen, network, index, seed, nfe, advance)
+
+    return batches()
 
 
 def _advance(bar: Any, images: int, evaluations: int) -> None:
@@ -178,16 +182,26 @@ def prior_std(process: NoiseProcess) -> float:
     return float(process.sigma(process.t_max))
 
 
-def check_nfe(solver: Solver, nfe: int | None) -> int | None:
+def count_evaluations(
+    solver: Solver, nfe: int | None, denoiser: Denoiser, labels: Tensor | None = None
+) -> int | None:
     """How many evaluations a solver makes of the `nfe` it may; None if it decides for itself."""
+    whole = isinstance(solver, DPMSolver) and takes_whole_times_only(denoiser, labels)
     if solver.adaptive:
+        if whole:
+            raise TrueupError(
+                f"{solver.name} needs times between the timesteps, and this network knows whole ones only: "
+                "use dpm-solver-3"
+            )
         return None
     if not isinstance(nfe, int) or isinstance(nfe, bool) or nfe < 1:
         raise TrueupError(f"nfe is a whole number of network evaluations, not {nfe!r}")
+    if isinstance(solver, DPMSolver):
+        return solver.evaluations(nfe, denoiser.process, whole)
     return solver.evaluations(nfe)
 
 
-def _labels(denoiser: Denoiser, labels: Any, guidance: float, null_label: Any) -> Tensor | None:
+def check_labels(denoiser: Denoiser, labels: Any, guidance: float = 1.0) -> Tensor | None:
     """Labels to go round in, or None for a network without."""
     if not denoiser.conditional:
         if labels is not None or guidance != 1.0:

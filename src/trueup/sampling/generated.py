@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from trueup.hf import as_denoiser
-from trueup.sampling.draw import as_solver, pictures, sample_batches
+from trueup.noise import mix
+from trueup.sampling.draw import as_solver, check_labels, count_evaluations, pictures, sample_batches
 from trueup.sampling.store import Kept
+
+_OWN_STREAM = 0x67656E  # so that nothing is calibrated on the very samples it is then judged by
 
 
 class Generated:
@@ -41,22 +44,23 @@ def generate(
     scheduler: Any = None,
     device: torch.device | str | None = None,
     folder: str | PathLike[str] | None = None,
+    force: bool = False,
     progress: bool | None = None,
 ) -> Generated:
     """Draw images from a model to calibrate it with: `calibrate(model, generate(model, 2000), images=None)`.
 
     They stand in for training images, 8-bit like those, or latents as they are. What the model gets wrong in
-    them it cannot be corrected for; the calibration says that it was made so. folder: keeps them, to go on
-    from after an interruption.
+    them it cannot be corrected for; the calibration says that it was made so. They are never those that
+    `sample` draws with the same seed. folder: keeps them, to go on from after an interruption; force replaces
+    others that are there.
     """
     denoiser = as_denoiser(model, scheduler=scheduler, device=device)
     chosen = as_solver(solver, denoiser)
-    origin = {"solver": chosen.name, "nfe": nfe, "seed": seed}
-    weights = next(iter(denoiser.fingerprint().values()), None)
-    kept = (
-        Kept(Path(folder), {**origin, "weights": weights, "labels": labels}) if folder is not None else None
-    )
+    count_evaluations(chosen, nfe, denoiser, check_labels(denoiser, labels))
+    origin = {"solver": repr(chosen), "nfe": nfe, "seed": seed}
     batches = []
+    settings = {**denoiser.identity(), **origin, "set of labels": labels}
+    kept = Kept(Path(folder), settings, force=force) if folder is not None else None
     for index, x in sample_batches(
         denoiser,
         count,
@@ -64,7 +68,7 @@ def generate(
         solver=chosen,
         nfe=nfe,
         labels=labels,
-        seed=seed,
+        seed=mix(seed ^ _OWN_STREAM),
         batch_size=batch_size,
         progress=progress,
         description="generating",

@@ -42,6 +42,15 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # These draw noise of their own making, in which an image would depend on the others of its batch.
 _OWN_NOISE = ("DPMSolverSDEScheduler", "CosineDPMSolverMultistepScheduler")
+_PREDICTION_TYPES = {
+    "noise": "epsilon",
+    "data": "sample",
+    "velocity": "v_prediction",
+    "flow": "flow_prediction",
+    "edm": "epsilon",
+    "edm_velocity": "v_prediction",
+}
+_LEARNED_VARIANCE = ("DDPMScheduler", "DDPMParallelScheduler")  # those that use a learned variance
 _FIRST_DRAW = -2  # noise key of a scheduler's first draw; -1 is the starting noise
 
 
@@ -61,6 +70,8 @@ class SchedulerSolver:
             raise TrueupError(
                 f"{kind} draws its own noise, so an image would depend on its batch: use another"
             )
+        if "Inverse" in kind:
+            raise TrueupError(f"{kind} turns images into noise: use the scheduler it is the inverse of")
         self.scheduler = copy.deepcopy(scheduler)
         self.name = name or kind
 
@@ -82,10 +93,17 @@ class SchedulerSolver:
         made: Any = getattr(diffusers, kind, None) if kind.endswith("Scheduler") else None
         if not hasattr(made, "from_config"):
             raise TrueupError(unknown(name))
-        config = {**_config(denoiser), **settings}
-        flow = isinstance(denoiser.process, Flow) and not kind.startswith("FlowMatch")
-        if flow and "use_flow_sigmas" in inspect.signature(made).parameters:
-            config |= {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+        config = _config(denoiser)
+        changes = {**settings, "prediction_type": _PREDICTION_TYPES.get(denoiser.parametrization.name)}
+        if kind not in _LEARNED_VARIANCE:
+            config.pop("variance_type", None)  # they are handed the mean alone
+        if isinstance(denoiser.process, Flow):
+            changes["use_dynamic_shifting"] = False  # needs to be told the size of the image
+            if not kind.startswith("FlowMatch") and "use_flow_sigmas" in inspect.signature(made).parameters:
+                changes |= {"use_flow_sigmas": True, "flow_shift": config.get("shift") or 1.0}
+        # from_config drops what it believes to be defaults of the scheduler that the config is of.
+        defaults = [name for name in config.pop("_use_default_values", ()) if name not in changes]
+        config |= {k: v for k, v in changes.items() if v is not None} | {"_use_default_values": defaults}
         try:
             with _Quiet():
                 return cls(made.from_config(config), name)
@@ -94,8 +112,10 @@ class SchedulerSolver:
 
     def check(self, denoiser: Denoiser) -> None:
         """Raise unless the scheduler steps through the noise this network was trained on."""
-        config = {"_class_name": type(self.scheduler).__name__, **dict(self.scheduler.config)}
-        process, parametrization = schedule(config)
+        kind = type(self.scheduler)
+        known = inspect.signature(kind).parameters  # from_config keeps what a class does not know, too
+        config = {name: value for name, value in dict(self.scheduler.config).items() if name in known}
+        process, parametrization = schedule({"_class_name": kind.__name__, **config})
         if parametrization != denoiser.parametrization:
             raise MismatchError(
                 f"{self.name} is set up for networks that predict {parametrization.name}, this one predicts "
@@ -140,14 +160,19 @@ class SchedulerSolver:
         assert nfe is not None
         scheduler = self._set(nfe)
         times = scheduler.timesteps  # kept on the CPU: a scheduler that looks one up must not wait for a GPU
-        variance = str(scheduler.config.get("variance_type")).startswith("learned")
+        variance = type(scheduler).__name__ in _LEARNED_VARIANCE and str(
+            scheduler.config.get("variance_type")
+        ).startswith("learned")
         x = x * float(getattr(scheduler, "init_noise_sigma", 1.0))
         noise = _Noise(seed, index)
         for t, at in zip(times, _for_network(times, x), strict=True):
             scaled = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
             output = network(scaled, at, variance=variance)
-            with noise:  # and not around the network, every operation of which it would look at
-                x = scheduler.step(output, t, x, return_dict=False)[0]
+            try:
+                with noise:  # and not around the network, every operation of which it would look at
+                    x = scheduler.step(output, t, x, return_dict=False)[0]
+            except (TypeError, ValueError, LookupError, AttributeError) as error:
+                raise TrueupError(f"{self.name} cannot be stepped through: {_line(error)}") from None
             advance(1)
         return x
 
@@ -205,18 +230,10 @@ def _config(denoiser: Denoiser) -> dict[str, Any]:
     if denoiser.scheduler_config is not None:
         return dict(denoiser.scheduler_config)
     process, kind = denoiser.process, denoiser.parametrization.name
-    if isinstance(process, DiscreteVP):
-        alpha2 = process.alphas_cumprod
-        before = torch.cat([torch.ones(1, dtype=torch.float64), alpha2[:-1]])
-        types = {"noise": "epsilon", "data": "sample", "velocity": "v_prediction"}
-        if kind in types:
-            betas = (1 - alpha2 / before).tolist()
-            return {
-                "num_train_timesteps": len(betas),
-                "trained_betas": betas,
-                "prediction_type": types[kind],
-                "clip_sample": False,
-            }
+    if isinstance(process, DiscreteVP) and kind in _PREDICTION_TYPES:
+        before = torch.cat([torch.ones(1, dtype=torch.float64), process.alphas_cumprod[:-1]])
+        betas = (1 - process.alphas_cumprod / before).tolist()
+        return {"num_train_timesteps": len(betas), "trained_betas": betas, "clip_sample": False}
     if isinstance(process, Flow) and kind == "flow":
         return {"num_train_timesteps": round(process.time_scale)}
     if isinstance(process, EDM) and kind in ("edm", "edm_velocity"):
@@ -224,7 +241,6 @@ def _config(denoiser: Denoiser) -> dict[str, Any]:
             "sigma_data": process.sigma_data,
             "sigma_min": process.sigma_min,
             "sigma_max": process.sigma_max,
-            "prediction_type": "epsilon" if kind == "edm" else "v_prediction",
         }
     raise ModelError(
         f"diffusers has no scheduler for a {kind} prediction under {process.kind} noise: use dpm-solver-3"

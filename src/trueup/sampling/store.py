@@ -9,7 +9,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,10 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from trueup.errors import TrueupError
-from trueup.files import remove_leftovers, write
+from trueup.files import lock, write
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+_OTHERS = (".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".npy", ".pt", ".safetensors", ".zip")
 _LARGEST_GRID = 1024  # images; more are no longer a picture
 
 
@@ -32,62 +35,69 @@ class Kept:
     """Samples 0 to `done` in a folder, made with the settings its `samples.json` states."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], *, force: bool = False):
-        self.folder = folder
-        self.settings: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+        self.folder, self.done = folder, 0
+        self.settings: dict[str, Any] | None = json.loads(json.dumps(settings, default=str))
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            empty = not any(folder.iterdir())
+            handle = lock(folder)
+            if handle is not None:
+                weakref.finalize(self, os.close, handle)
+            files = list(folder.iterdir())
         except OSError as error:
             raise TrueupError(f"cannot use {folder}: {error.strerror or error}") from None
-        if empty:
-            self._save_note(0)
-            return
-        if not self._note.exists():
+        if files and self._note not in files:
             raise TrueupError(f"{folder} is not empty, and not by trueup: name another folder")
-        remove_leftovers(self._note)
-        try:
-            note = json.loads(self._note.read_text(encoding="utf-8"))
-            made_with, self.done = dict(note["settings"]), int(note["done"])
-        except (OSError, ValueError, LookupError, TypeError):
-            raise TrueupError(f"{self._note} cannot be read: name another folder") from None
+        made_with, done = self._read_note() if files else (None, 0)
+        for leftover in folder.glob(".*.tmp-*"):  # of a process that was killed
+            leftover.unlink(missing_ok=True)
         if made_with == self.settings:
+            self.done = done
             return
-        names = {*made_with, *self.settings}
-        other = sorted(name for name in names if made_with.get(name) != self.settings.get(name))
-        if not force:
+        if done and not force:
+            names = {*(made_with or {}), *(self.settings or {})}
+            other = [n for n in sorted(names) if (made_with or {}).get(n) != (self.settings or {}).get(n)]
             raise TrueupError(
                 f"{folder} holds samples made with another {' and another '.join(other)}: name another "
                 "folder, or pass --force to replace them"
             )
-        self._save_note(0)
-        for file in (*folder.glob("*.png"), *folder.glob("*.safetensors")):
-            file.unlink()
+        if files:
+            self._save_note(None, 0)  # whatever happens now, nobody takes the old ones for new
+            for file in (*folder.glob("*.png"), *folder.glob("*.safetensors")):
+                file.unlink()
+        self._save_note(self.settings, 0)
+
+    def _read_note(self) -> tuple[dict[str, Any] | None, int]:
+        try:
+            note = json.loads(self._note.read_text(encoding="utf-8"))
+            return note["settings"], int(note["done"])
+        except (OSError, ValueError, LookupError, TypeError):
+            raise TrueupError(f"{self._note} cannot be read: name another folder") from None
 
     @property
     def _note(self) -> Path:
         return self.folder / "samples.json"
 
-    def _save_note(self, done: int) -> None:
+    def _save_note(self, settings: dict[str, Any] | None, done: int) -> None:
         self.done = done
-        write(self._note, json.dumps({"settings": self.settings, "done": done}, indent=1).encode())
+        write(self._note, json.dumps({"settings": settings, "done": done}, indent=1).encode())
 
     def add_pictures(self, index: Tensor, images: Tensor) -> None:
         """Keep a batch of pictures (B, C, H, W) as a PNG each."""
         for i, image in zip(index.tolist(), images, strict=True):
             write(self.folder / f"{i:06d}.png", png(image))
-        self._save_note(int(index[-1]) + 1)
+        self._save_note(self.settings, int(index[-1]) + 1)
 
     def add(self, index: Tensor, **tensors: Tensor) -> None:
         """Keep a batch, or whatever was made of it: tensors with a row for every sample."""
         rows = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         write(self.folder / f"{int(index[0]):06d}.safetensors", to_bytes(rows))
-        self._save_note(int(index[-1]) + 1)
+        self._save_note(self.settings, int(index[-1]) + 1)
 
     def tensors(self, count: int) -> dict[str, Tensor]:
         """The rows of the first `count` samples."""
         parts: list[dict[str, Tensor]] = []
         covered = 0
-        for file in sorted(self.folder.glob("*.safetensors")):
+        for file in sorted(self.folder.glob("*.safetensors"), key=lambda file: int(file.stem)):
             try:
                 part = load_file(file)
             except (SafetensorError, OSError) as error:
@@ -97,8 +107,12 @@ class Kept:
             first, rows = int(file.stem), len(next(iter(part.values())))
             if first + rows <= covered:
                 continue  # written twice, in batches of other sizes
+            if first > covered:
+                break
             parts.append({name: tensor[covered - first :] for name, tensor in part.items()})
             covered = first + rows
+        if covered < count:
+            raise TrueupError(f"{self.folder} lacks sample {covered}: delete it to start over")
         return {name: torch.cat([part[name] for part in parts])[:count] for name in parts[0]}
 
 
@@ -108,6 +122,8 @@ class Output:
     def __init__(self, path: Path, count: int, settings: dict[str, Any], *, force: bool = False):
         self.path, self.count = path, count
         self.one_file = path.suffix in (".npz", ".png")
+        if path.suffix.lower() in _OTHERS:
+            raise TrueupError(f"{path}: samples go to a folder of PNGs, a .png (a grid) or a .npz file")
         if path.suffix == ".png" and count > _LARGEST_GRID:
             raise TrueupError(f"a grid of {count} images is too large: name a folder or a .npz file")
         if path.is_dir() and self.one_file:
