@@ -20,17 +20,13 @@ from trueup.comparison import MEASURES, Change, Comparison, Row
 from trueup.data import Samples, Transform
 from trueup.denoiser import Denoiser
 from trueup.errors import DataError, TrueupError
-from trueup.estimate import measure
-from trueup.estimate.confirm import score
-from trueup.estimate.statistics import mean_and_error, student_quantile
+from trueup.held_out import denoising_loss, first_unused
 from trueup.hf import as_denoiser
 from trueup.metrics import FeatureBatch, Features, Reference, colours, load_features, measures, wasserstein
 from trueup.sampling import as_solver, pictures, sample_batches
 from trueup.sampling.draw import Solver, check_labels, count_evaluations
 from trueup.sampling.store import Kept
-from trueup.sources import split_row
 
-LOSS_IMAGES = 200  # held-out images the denoising loss is measured on
 REFERENCE_IMAGES = 10_000
 FEWEST_SAMPLES = 4  # precision and recall need three neighbours
 _DECODED = 16  # latents decoded at once: an autoencoder takes more memory than the network
@@ -145,11 +141,11 @@ def evaluate(
     if source is not None and not source.indexed:
         notes.append("the data is a stream, read once: no denoising loss")
     elif source is not None:
-        first = _first_unused(calibration, source)
+        first = first_unused(calibration, source)
         held_out = first is not None
         if not held_out:
             notes.append("cannot tell which images the calibration was made from: the loss is on the first")
-        loss, loss_images = _loss(
+        loss, loss_images = denoising_loss(
             denoiser, calibration, source, first or 0, seed, batch_size, notes, progress
         )
     return Comparison(
@@ -268,66 +264,3 @@ def _compare(
     }
     means = (made["colours"].double().mean(0).tolist() for made in (before, after))
     return changes, dict(zip(("before", "after"), means, strict=True))
-
-
-class _From:
-    """The samples of indexed data from one on, as data."""
-
-    def __init__(self, samples: Samples, first: int):
-        self.samples, self.first = samples, first
-
-    def __len__(self) -> int:
-        return max(0, len(self.samples) - self.first)
-
-    def __getitem__(self, index: int) -> Any:
-        image, _ = split_row(self.samples.source[self.first + index])
-        return image, self.samples.label(self.first + index)
-
-
-def _first_unused(calibration: Calibration, samples: Samples) -> int | None:
-    """The first sample that a calibration was not made from; None if that was other data."""
-    if calibration.generated:
-        return 0
-    digest = 0
-    for batch in samples.batches(64, limit=calibration.data_images):
-        digest = (digest + sum(batch.digests)) & ((1 << 64) - 1)
-    return samples.position if f"{digest:016x}" == calibration.data_fingerprint else None
-
-
-def _loss(
-    denoiser: Denoiser,
-    calibration: Calibration,
-    samples: Samples,
-    first: int,
-    seed: int,
-    batch_size: int | None,
-    notes: list[str],
-    progress: bool | None,
-) -> tuple[list[dict[str, float]], int]:
-    """Denoising loss per level before and after, on images from `first` on."""
-    held = _From(samples, first)
-    if not len(held):
-        notes.append("all images were used for the calibration: there are none to measure the loss on")
-        return [], 0
-    transform = samples.transform
-    moments = measure(
-        denoiser,
-        held,
-        images=LOSS_IMAGES,
-        levels=calibration.t,
-        seed=seed + 1,
-        batch_size=batch_size,
-        edges=calibration.correction.bands.edges,
-        resize=transform.resize,
-        crop=transform.crop,
-        flip=transform.flip,
-        data_range=transform.data_range or (denoiser.data_range if samples.signed else None),
-        skip_bad=samples.skip_bad,
-        progress=progress,
-    )
-    before, _ = mean_and_error(moments.second[:, :, 0].sum((2, 3)), moments.rows)
-    gain, error = mean_and_error(score(moments, calibration.correction).gain().sum(2), moments.rows)
-    reach = student_quantile(0.975, max(moments.folds - 1, 1)) * error
-    levels = zip(calibration.t.tolist(), before.tolist(), gain.tolist(), reach.tolist(), strict=True)
-    rows = [{"t": t, "before": b, "after": b - g, "gain": g, "reach": r} for t, b, g, r in levels]
-    return rows, moments.images

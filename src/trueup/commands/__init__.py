@@ -1,0 +1,7 @@
+"""What the commands of the command line do: call the library, print what it says."""
+
+from trueup.commands.calibrating import calibrate, check, demo, inspect
+from trueup.commands.sampling import evaluate, sample
+from trueup.commands.shared import bundled
+
+__all__ = ["bundled", "calibrate", "check", "demo", "evaluate", "inspect", "sample"]

@@ -1,0 +1,78 @@
+"""The denoising loss before and after a calibration, on images that it was not made from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trueup.calibration import Calibration
+from trueup.data import Samples
+from trueup.denoiser import Denoiser
+from trueup.estimate import measure
+from trueup.estimate.confirm import score
+from trueup.estimate.statistics import mean_and_error, student_quantile
+from trueup.sources import split_row
+
+LOSS_IMAGES = 200
+
+
+class _From:
+    """The samples of indexed data from one on, as data."""
+
+    def __init__(self, samples: Samples, first: int):
+        self.samples, self.first = samples, first
+
+    def __len__(self) -> int:
+        return max(0, len(self.samples) - self.first)
+
+    def __getitem__(self, index: int) -> Any:
+        image, _ = split_row(self.samples.source[self.first + index])
+        return image, self.samples.label(self.first + index)
+
+
+def first_unused(calibration: Calibration, samples: Samples) -> int | None:
+    """The first sample that a calibration was not made from; None if that was other data."""
+    if calibration.generated:
+        return 0
+    digest = 0
+    for batch in samples.batches(64, limit=calibration.data_images):
+        digest = (digest + sum(batch.digests)) & ((1 << 64) - 1)
+    return samples.position if f"{digest:016x}" == calibration.data_fingerprint else None
+
+
+def denoising_loss(
+    denoiser: Denoiser,
+    calibration: Calibration,
+    samples: Samples,
+    first: int,
+    seed: int,
+    batch_size: int | None,
+    notes: list[str],
+    progress: bool | None,
+) -> tuple[list[dict[str, float]], int]:
+    """Denoising loss per level before and after, on images from `first` on."""
+    held = _From(samples, first)
+    if not len(held):
+        notes.append("all images were used for the calibration: there are none to measure the loss on")
+        return [], 0
+    transform = samples.transform
+    moments = measure(
+        denoiser,
+        held,
+        images=LOSS_IMAGES,
+        levels=calibration.t,
+        seed=seed + 1,
+        batch_size=batch_size,
+        edges=calibration.correction.bands.edges,
+        resize=transform.resize,
+        crop=transform.crop,
+        flip=transform.flip,
+        data_range=transform.data_range or (denoiser.data_range if samples.signed else None),
+        skip_bad=samples.skip_bad,
+        progress=progress,
+    )
+    before, _ = mean_and_error(moments.second[:, :, 0].sum((2, 3)), moments.rows)
+    gain, error = mean_and_error(score(moments, calibration.correction).gain().sum(2), moments.rows)
+    reach = student_quantile(0.975, max(moments.folds - 1, 1)) * error
+    levels = zip(calibration.t.tolist(), before.tolist(), gain.tolist(), reach.tolist(), strict=True)
+    rows = [{"t": t, "before": b, "after": b - g, "gain": g, "reach": r} for t, b, g, r in levels]
+    return rows, moments.images
