@@ -112,11 +112,12 @@ def test_bad_images_among_the_held_out_are_skipped_where_asked(biased, calibrati
 
 
 def test_too_few_samples_are_not_called_noise(biased, calibration, images):
-    found = trueup.evaluate(biased, calibration, images, samples=6, nfe=[4], features="pixels")
-    assert "too few samples to tell" in found.table()
-    assert "within noise" not in found.table()
-    with pytest.raises(TrueupError, match="4 samples or more"):
-        trueup.evaluate(biased, calibration, images, samples=2, nfe=[4], features="pixels")
+    with pytest.raises(TrueupError, match="8 samples or more"):
+        trueup.evaluate(biased, calibration, images, samples=6, nfe=4, features="pixels")
+    still = torch.zeros(16, dtype=torch.float64)  # a recall that no group of images moves alone
+    change = Change.of(Estimate(1.0, still), Estimate(0.875, still), more_is_better=True)
+    assert change.better is None
+    assert math.isnan(change.difference.low)
 
 
 def test_another_decoder_is_not_mixed_into_a_run(tmp_path, biased, calibration, images):
@@ -125,6 +126,14 @@ def test_another_decoder_is_not_mixed_into_a_run(tmp_path, biased, calibration, 
     with pytest.raises(TrueupError, match="another decoder"):
         trueup.evaluate(biased, calibration, images, decode=torch.tanh, **settings)
     trueup.evaluate(biased, calibration, images, decode=torch.tanh, force=True, **settings)
+
+
+def test_one_solver_one_number_and_a_function_will_do(biased, calibration, images):
+    found = trueup.evaluate(
+        biased, calibration, images, solvers="ddim", nfe=4, samples=8, features=lambda x: x.flatten(1)[:, :5]
+    )
+    assert [(row.solver, row.nfe) for row in found.rows] == [("ddim", 4)]
+    assert found.features["dimensions"] == 5
 
 
 def test_an_adaptive_solver_is_one_row(biased, calibration, images):
@@ -252,7 +261,8 @@ def test_latents_are_decoded_before_features_are_taken(biased, calibration, imag
 
 def test_more_is_better_only_where_it_is():
     n = 40
-    low, high = (Estimate(v, torch.zeros(n, dtype=torch.float64)) for v in (1.0, 2.0))
+    little = 1e-3 * torch.arange(n).double() - 1e-3 * (n - 1) / 2
+    low, high = (Estimate(v, s * little) for v, s in ((1.0, 1), (2.0, 2)))
     noisy = Estimate(2.0, 50 * (-1.0) ** (torch.arange(n) // 2).double())
     assert Change.of(low, high, more_is_better=True).better is True
     assert Change.of(low, high, more_is_better=False).better is False

@@ -253,6 +253,16 @@ def test_bad_requests_say_what_to_do(settings, words):
         trueup.sample(GAUSSIAN.denoiser(VP), **arguments)
 
 
+def test_labels_that_are_none():
+    denoiser, _ = conditional()
+    with pytest.raises(TrueupError, match="fewer classes"):
+        trueup.sample(denoiser, 1, labels=99)
+    with pytest.raises(TrueupError, match="labels are numbers"):
+        trueup.sample(denoiser, 1, labels=["cat"])
+    with pytest.raises(TrueupError, match="guidance is a number"):
+        trueup.sample(denoiser, 1, labels=0, guidance="much")
+
+
 def test_conditional_networks_need_labels_and_guidance_needs_a_null():
     denoiser, _ = conditional()
     with pytest.raises(TrueupError, match="say which labels"):
@@ -307,6 +317,16 @@ def test_a_scheduler_takes_over_the_models_own_config():
     )
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_schedulers_agree_with_a_pipeline_made_in_memory(name):
+    """Whose config lists its defaults, which diffusers would replace by another scheduler's defaults."""
+    if name.startswith(("edm", "flow")):
+        return
+    denoiser = as_denoiser(tiny_unet(), scheduler=diffusers.DDPMScheduler(num_train_timesteps=1000))
+    solver = as_solver(name, denoiser)  # which checks it
+    assert as_solver(type(solver.scheduler), denoiser).scheduler.config.beta_start == 1e-4
+
+
 def test_the_scheduler_given_is_left_as_it_was():
     scheduler = diffusers.DPMSolverMultistepScheduler()
     before = dict(scheduler.__dict__)
@@ -353,6 +373,14 @@ def test_what_is_written_can_be_read_back(tmp_path):
     fill(Output(tmp_path / "x.png", 5, {}), images)
     assert np.asarray(Image.open(tmp_path / "x.png")).shape == (10, 16, 3)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "x.npz", "x.png"]  # nothing left over
+
+
+def test_a_picture_that_was_taken_away_is_drawn_again(tmp_path):
+    images = (torch.arange(5 * 4 * 4) % 251).to(torch.uint8).reshape(5, 1, 4, 4)
+    fill(Output(tmp_path / "folder", 5, {}), images)
+    (tmp_path / "folder" / "000003.png").unlink()
+    fill(Output(tmp_path / "folder", 5, {}), images)
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "folder" / "000003.png")), images[3, 0].numpy())
 
 
 def test_interrupted_sampling_goes_on_and_ends_the_same(tmp_path):

@@ -78,6 +78,7 @@ def _as_options(message: str, options: argparse.Namespace) -> str:
         ("weights=PATH", "--weights FILE"),
         ("pass null_label", "pass --null-label N"),
         (", or pass force=True if you know they agree", ""),
+        ("pass force=True to replace", "pass --force to replace"),
     ):
         message = message.replace(words, option)
     one_image = ("cannot be read as an image", "is a colour image", "has transparency")

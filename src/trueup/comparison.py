@@ -13,7 +13,7 @@ MEASURES = {
     "frechet": ("Fréchet distance", False),
     "sfid": ("sFID (spatial features)", False),
     "kernel": ("kernel distance (KID)", False),
-    "inception_score": ("Inception Score", True),
+    "inception_score": ("Inception Score of these", True),
     "precision": ("precision", True),
     "recall": ("recall", True),
     "colour": ("colour drift (W1)", False),

@@ -46,7 +46,8 @@ class Denoiser:
     `network` is called as `network(x_t, t)`, or `network(x_t, t, y)` for a conditional one, with x_t of
     shape (B, *shape) and t of shape (B,). `shape` is one sample's, channels first. `data_range` is what
     the network was trained on; None means the data is not images (latents, say) and is not rescaled.
-    `null_label` is the label of a conditional network that stands for none. `scheduler_config` is that of the
+    A conditional network gets a label y per row; `null_label` is the one that stands for none. `call` is what
+    to call in place of the network. `scheduler_config` is that of the
     diffusers scheduler the network came with; samplers of that name are set up like it.
 
     >>> from trueup.process import ContinuousVP

@@ -22,13 +22,23 @@ from trueup.denoiser import Denoiser
 from trueup.errors import DataError, TrueupError
 from trueup.held_out import denoising_loss, first_unused
 from trueup.hf import as_denoiser
-from trueup.metrics import FeatureBatch, Features, Reference, colours, load_features, measures, wasserstein
+from trueup.metrics import (
+    FeatureBatch,
+    Features,
+    ModuleFeatures,
+    Reference,
+    colours,
+    load_features,
+    measures,
+    wasserstein,
+)
 from trueup.sampling import as_solver, pictures, sample_batches
 from trueup.sampling.draw import Solver, check_labels, count_evaluations
 from trueup.sampling.store import Kept
 
 REFERENCE_IMAGES = 10_000
-FEWEST_SAMPLES = 4  # precision and recall need three neighbours
+LOSS_IMAGES = 200  # at most: the denoising loss is known well from few
+FEWEST_SAMPLES = 8  # fewer have no intervals
 _DECODED = 16  # latents decoded at once: an autoencoder takes more memory than the network
 ToImages = Callable[[Tensor], Tensor]
 
@@ -38,12 +48,12 @@ def evaluate(
     calibration: Calibration | str | PathLike[str],
     data: Any = None,
     *,
-    solvers: Sequence[Any] = ("dpm-solver-3",),
-    nfe: Sequence[int] = (20,),
+    solvers: Any = ("dpm-solver-3",),
+    nfe: int | Sequence[int] = (20,),
     grid: str | None = None,
     samples: int = 1000,
     images: int = REFERENCE_IMAGES,
-    features: str | Features = "efficientnet",
+    features: str | Features | Callable[[Tensor], Any] = "efficientnet",
     weights: str | PathLike[str] | None = None,
     reference: Reference | str | PathLike[str] | None = None,
     labels: Any = None,
@@ -52,7 +62,10 @@ def evaluate(
     decode: ToImages | None = None,
     seed: int = 0,
     batch_size: int | None = None,
-    transform: Transform | None = None,
+    resize: str | None = None,
+    crop: str | None = None,
+    flip: bool = False,
+    data_range: tuple[float, float] | None = None,
     skip_bad: bool = False,
     scheduler: Any = None,
     device: torch.device | str | None = None,
@@ -62,12 +75,13 @@ def evaluate(
 ) -> Comparison:
     """Sample with and without a calibration from the same seeds, and compare both with the data.
 
-    data: as in `calibrate`; without it, a `reference` saved before serves for all but the denoising loss.
-    solvers and nfe: every one of the first at every one of the second. features, weights: see
-    `trueup.metrics.load_features`. decode: turns latents into images (see `trueup.hf.as_decoder`); without it
-    latents are compared as they are. images: how many of the data to compare with. run: a directory that
-    keeps the features of what was sampled, to go on from after an interruption; force replaces what was
-    sampled there with other settings.
+    data, resize, crop, flip, data_range: as in `calibrate`; without data, a `reference` saved before serves
+    for all but the denoising loss. images: how many of the data to compare with. solvers and nfe: every one
+    of the first at every one of the second. features: a name (see `trueup.metrics.load_features`), or what
+    maps images to (B, d); weights are those of inception. decode: turns latents into images (see
+    `trueup.hf.as_decoder`); without it latents are compared as they are. run: a directory that keeps the
+    features of what was sampled, to go on from after an interruption; force replaces what was sampled there
+    with other settings.
     """
     denoiser = as_denoiser(model, scheduler=scheduler, device=device)
     calibration = calibration if isinstance(calibration, Calibration) else load(calibration)
@@ -78,15 +92,23 @@ def evaluate(
     attach(denoiser, calibration).remove()  # or say now that it does not fit
     classes = check_labels(denoiser, labels, guidance)
     chosen: list[tuple[Solver, int | None]] = []
-    for solver in (as_solver(given, denoiser, grid) for given in solvers):
-        chosen += [(solver, None)] if solver.adaptive else [(solver, number) for number in nfe]
+    numbers = nfe if isinstance(nfe, Sequence) else [nfe]
+    for given in solvers if isinstance(solvers, (list, tuple)) else [solvers]:
+        solver = as_solver(given, denoiser, grid)
+        chosen += [(solver, None)] if solver.adaptive else [(solver, number) for number in numbers]
     evaluations = [count_evaluations(solver, number, denoiser, classes) for solver, number in chosen]
-    extract = load_features(features, weights=weights) if isinstance(features, str) else features
+    if isinstance(features, str):
+        extract: Features = load_features(features, weights=weights)
+    elif isinstance(features, Features):
+        extract = features
+    else:
+        extract = ModuleFeatures(features, getattr(features, "__qualname__", type(features).__name__))
     extract.to(denoiser.device)
     to_images = image_maker(denoiser, decode)
 
     source = None
     if data is not None:
+        transform = Transform(resize, crop, flip, data_range)
         source = Samples(data, denoiser.shape, denoiser.data_range, transform, skip_bad)
     if reference is None:
         assert source is not None
@@ -145,8 +167,9 @@ def evaluate(
         held_out = first is not None
         if not held_out:
             notes.append("cannot tell which images the calibration was made from: the loss is on the first")
+        most = min(images, LOSS_IMAGES)
         loss, loss_images = denoising_loss(
-            denoiser, calibration, source, first or 0, seed, batch_size, notes, progress
+            denoiser, calibration, source, first or 0, most, seed, batch_size, notes, progress
         )
     return Comparison(
         rows=rows,

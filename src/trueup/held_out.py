@@ -12,8 +12,6 @@ from trueup.estimate.confirm import score
 from trueup.estimate.statistics import mean_and_error, student_quantile
 from trueup.sources import split_row
 
-LOSS_IMAGES = 200
-
 
 class _From:
     """The samples of indexed data from one on, as data."""
@@ -44,12 +42,13 @@ def denoising_loss(
     calibration: Calibration,
     samples: Samples,
     first: int,
+    images: int,
     seed: int,
     batch_size: int | None,
     notes: list[str],
     progress: bool | None,
 ) -> tuple[list[dict[str, float]], int]:
-    """Denoising loss per level before and after, on images from `first` on."""
+    """Denoising loss per level before and after, on `images` images from `first` on."""
     held = _From(samples, first)
     if not len(held):
         notes.append("all images were used for the calibration: there are none to measure the loss on")
@@ -58,7 +57,7 @@ def denoising_loss(
     moments = measure(
         denoiser,
         held,
-        images=LOSS_IMAGES,
+        images=images,
         levels=calibration.t,
         seed=seed + 1,
         batch_size=batch_size,

@@ -126,7 +126,7 @@ def parser() -> _Parser:
     sample.add_argument(
         "-o", "--output", required=True, type=Path, metavar="PATH", help="a folder, or a .png or .npz file"
     )
-    sample.add_argument("--force", action="store_true", help="replace what trueup wrote there before")
+    sample.add_argument("--force", action="store_true", help="replace a file, or other samples in the folder")
     sample.set_defaults(command="sample", parser=sample)
 
     evaluate = commands.add_parser(
@@ -146,7 +146,9 @@ def parser() -> _Parser:
         metavar="NAME",
         help="efficientnet (default), inception, pixels, or package.module:name",
     )
-    measures.add_argument("--weights", type=Path, metavar="FILE", help="of the feature network")
+    measures.add_argument(
+        "--weights", type=Path, metavar="FILE", help="of inception, where it cannot be downloaded"
+    )
     measures.add_argument("--reference", type=Path, metavar="FILE", help="instead of --data, saved before")
     measures.add_argument("--save-reference", type=Path, metavar="FILE", help="keep the data's statistics")
     _add_sampling(evaluate)
@@ -178,7 +180,7 @@ _SOLVERS = (
     "dpm-solver-1, -2, -3 (default), each also with -fixed or -adaptive; ddim, ddpm, pndm, dpm++2m, dpm++2s, "
     "unipc, deis, euler, euler-a, heun, kdpm2, edm-euler, flow-euler; or the class of a diffusers scheduler"
 )
-_NFE = "evaluations of the network per sample (default: 20); some solvers make fewer"
+_NFE = "evaluations of the network per sample, at most (default: 20); adaptive solvers decide themselves"
 
 
 def _add_data(parser: _Parser, images: int) -> Any:
@@ -245,7 +247,9 @@ def _add_sampling(parser: _Parser) -> None:
     )
     sampling.add_argument("--atol", type=_positive_float, metavar="X", help="of an adaptive DPM-Solver")
     sampling.add_argument("--rtol", type=_positive_float, metavar="X", help="of an adaptive DPM-Solver")
-    sampling.add_argument("--labels", type=_labels, metavar="A,B,..", help="sample these labels in turn")
+    sampling.add_argument(
+        "--labels", type=_labels, metavar="A,B,..", help="sample these labels in turn; 0-9 is a range"
+    )
     sampling.add_argument("--guidance", type=float, default=1.0, metavar="W", help="classifier-free guidance")
     sampling.add_argument("--null-label", type=int, metavar="N", help="the label that stands for none")
     sampling.add_argument(

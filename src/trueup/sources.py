@@ -106,7 +106,9 @@ def picture_to_array(image: Image.Image, channels: int, where: str) -> np.ndarra
         raise DataError(f"{where} is an image, the model takes {channels} channels: pass arrays instead")
     colour = image.mode not in ("1", "L", "LA")
     if channels == 1 and colour:
-        raise DataError(f"{where} is a colour image ({image.mode}), the model takes one channel")
+        raise DataError(
+            f"{where} is a colour image ({image.mode}), the model takes one channel: convert it to grayscale"
+        )
     try:
         pixels = np.asarray(image.convert(mode))  # a dataset's image may only be decoded here
     except Exception as error:

@@ -27,7 +27,9 @@ def calibrate(options: argparse.Namespace) -> int:
     output, run = options.output, options.run or Path(f"{options.output}.run")
     check_output(output, options.force)
     if (options.data is None) == (options.generated is None):
-        raise DataError("say what to measure on: --data, or --generated N for samples of the model itself")
+        raise DataError(
+            "say what to measure on, one of --data and --generated N (samples of the model itself)"
+        )
     denoiser = open_model(options)
     begun = (run / "checkpoint.safetensors").exists()  # then it was looked at
     options.run = run
@@ -55,7 +57,8 @@ def calibrate(options: argparse.Namespace) -> int:
     _report(calibration, options, {"output": str(output), "run": str(run), "skipped": moments.skipped})
     say(
         options,
-        f"wrote {output}; {run} keeps the measurements (delete it, or add images with a larger --images)",
+        f"wrote {output}; {run} keeps the measurements (delete it, or add images with a larger "
+        f"{'--images' if options.generated is None else '--generated'})",
     )
     return 0
 

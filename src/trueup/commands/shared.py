@@ -67,7 +67,7 @@ def check_output(output: Path, force: bool) -> None:
     if output.exists() and not output.is_file():
         raise TrueupError(f"{output} is not a file that can be replaced: name another with -o")
     if output.exists() and not force:
-        raise TrueupError(f"{output} exists: pass --force to replace it, or name another file with -o")
+        raise TrueupError(f"{output} exists: pass --force to replace it, or name another file")
     if not output.parent.is_dir():
         raise TrueupError(f"{output.parent} is not a directory: make it first")
     if not os.access(output.parent, os.W_OK):

@@ -165,9 +165,10 @@ def _signed(value: int) -> int:
 
 def _settings(moments: Moments) -> dict[str, Any]:
     """Everything that must not change within a run, as JSON has it."""
-    provenance = {k: v for k, v in moments.provenance.items() if k != "own_call"}
+    provenance = {k: v for k, v in moments.provenance.items() if k not in ("own_call", "generated")}
     settings = {
         **provenance,
+        "way of generating images": moments.provenance.get("generated"),
         "sample shape": moments.shape,
         "set of levels": moments.t.tolist(),
         "set of bands": moments.bands.edges,

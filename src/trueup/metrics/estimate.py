@@ -72,6 +72,8 @@ def paired_difference(before: Estimate, after: Estimate) -> tuple[float, float, 
             "a paired difference needs the same seeds in both"
         )
     error, reach = _error(after.influence - before.influence)
+    if error == 0 and difference != 0:  # no group moved alone: too few images to know how far it scatters
+        return difference, math.nan, math.nan, math.nan
     return difference, difference - reach, difference + reach, error
 
 

@@ -107,7 +107,10 @@ class ModuleFeatures:
     def __call__(self, images: Tensor) -> FeatureBatch:
         """What the module makes of the images, in float32."""
         images = images.to(self.device)
-        found = self.module(self.preprocess(images) if self.preprocess else images)
+        try:
+            found = self.module(self.preprocess(images) if self.preprocess else images)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{self.name} cannot be called on images: {error}") from None
         batch = found if isinstance(found, FeatureBatch) else FeatureBatch(found)
         for rows in batch:
             if rows is not None and (not isinstance(rows, Tensor) or rows.dim() != 2):

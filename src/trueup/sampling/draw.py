@@ -42,8 +42,8 @@ def as_solver(solver: Any, denoiser: Denoiser, grid: str | None = None) -> Solve
         if order not in ("1", "2", "3") or allocation not in ("", "fixed", "adaptive"):
             raise TrueupError(unknown(solver))
         solver = DPMSolver(int(order), allocation=allocation or "fast")
-    elif isinstance(solver, str):
-        solver = SchedulerSolver.named(solver, denoiser)
+    elif isinstance(solver, (str, type)):
+        solver = SchedulerSolver.named(solver if isinstance(solver, str) else solver.__name__, denoiser)
     if isinstance(solver, DPMSolver):
         return replace(solver, grid=grid) if grid is not None else solver
     if grid is not None:
@@ -205,11 +205,17 @@ def check_labels(denoiser: Denoiser, labels: Any, guidance: float = 1.0) -> Tens
     """Labels to go round in, or None for a network without."""
     if not denoiser.conditional:
         if labels is not None or guidance != 1.0:
-            raise TrueupError("this network takes no labels, so there is nothing to guide")
+            raise TrueupError(
+                "this network takes no labels and cannot be guided; a Denoiser of one that does needs "
+                "conditional=True"
+            )
         return None
     if labels is None:
         raise TrueupError("this network is conditional: say which labels to sample")
-    values = torch.as_tensor(labels)
+    try:
+        values = torch.as_tensor(labels)
+    except (TypeError, ValueError):
+        raise TrueupError(f"labels are numbers, or a tensor with a row each, not {labels!r}") from None
     values = values.reshape(1) if values.ndim == 0 else values
     if not len(values):
         raise TrueupError("there is no label among the labels")
@@ -217,7 +223,7 @@ def check_labels(denoiser: Denoiser, labels: Any, guidance: float = 1.0) -> Tens
 
 
 def _null_label(denoiser: Denoiser, guidance: float, null_label: Any) -> Any:
-    if not math.isfinite(guidance):
+    if not isinstance(guidance, (int, float)) or not math.isfinite(guidance):
         raise TrueupError(f"guidance is a number, not {guidance!r}")
     if guidance == 1.0:
         return None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trueup.denoiser import Denoiser
-from trueup.errors import ModelError
+from trueup.errors import ModelError, TrueupError
 from trueup.estimate.evaluate import out_of_memory
 from trueup.process import DiscreteVP
 
@@ -65,11 +65,15 @@ class Network:
     def _guided(self, x_t: Tensor, t: Tensor, rows: slice, variance: bool) -> Tensor:
         y = None if self.y is None else self.y[rows]
         call = self.denoiser.with_variance if variance else self.denoiser
-        if self.guidance == 1.0 or y is None:
-            return _wide(call(x_t, t, y))
-        null = torch.as_tensor(self.null_label).to(y).expand_as(y)
-        both = call(torch.cat([x_t, x_t]), torch.cat([t, t]), torch.cat([null, y]))
-        both = _wide(both)
+        try:
+            if self.guidance == 1.0 or y is None:
+                return _wide(call(x_t, t, y))
+            null = torch.as_tensor(self.null_label).to(y).expand_as(y)
+            both = _wide(call(torch.cat([x_t, x_t]), torch.cat([t, t]), torch.cat([null, y])))
+        except IndexError:
+            if y is None:
+                raise
+            raise TrueupError("the network does not know one of these labels: it has fewer classes") from None
         unconditional, conditional = both.chunk(2)
         guided = unconditional + self.guidance * (conditional - unconditional)
         channels = self.denoiser.shape[0]

@@ -101,9 +101,8 @@ class SchedulerSolver:
             changes["use_dynamic_shifting"] = False  # needs to be told the size of the image
             if not kind.startswith("FlowMatch") and "use_flow_sigmas" in inspect.signature(made).parameters:
                 changes |= {"use_flow_sigmas": True, "flow_shift": config.get("shift") or 1.0}
-        # from_config drops what it believes to be defaults of the scheduler that the config is of.
-        defaults = [name for name in config.pop("_use_default_values", ()) if name not in changes]
-        config |= {k: v for k, v in changes.items() if v is not None} | {"_use_default_values": defaults}
+        config |= {k: v for k, v in changes.items() if v is not None}
+        config.pop("_use_default_values", None)  # or from_config drops what was a default of the model's own
         try:
             with _Quiet():
                 return cls(made.from_config(config), name)

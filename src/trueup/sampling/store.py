@@ -58,7 +58,7 @@ class Kept:
             other = [n for n in sorted(names) if (made_with or {}).get(n) != (self.settings or {}).get(n)]
             raise TrueupError(
                 f"{folder} holds samples made with another {' and another '.join(other)}: name another "
-                "folder, or pass --force to replace them"
+                "place, or pass force=True to replace them"
             )
         if files:
             self._save_note(None, 0)  # whatever happens now, nobody takes the old ones for new
@@ -81,10 +81,14 @@ class Kept:
         self.done = done
         write(self._note, json.dumps({"settings": settings, "done": done}, indent=1).encode())
 
+    def file(self, index: int) -> Path:
+        """The PNG of a sample."""
+        return self.folder / f"{index:06d}.png"
+
     def add_pictures(self, index: Tensor, images: Tensor) -> None:
         """Keep a batch of pictures (B, C, H, W) as a PNG each."""
         for i, image in zip(index.tolist(), images, strict=True):
-            write(self.folder / f"{i:06d}.png", png(image))
+            write(self.file(i), png(image))
         self._save_note(self.settings, int(index[-1]) + 1)
 
     def add(self, index: Tensor, **tensors: Tensor) -> None:
@@ -121,20 +125,23 @@ class Output:
 
     def __init__(self, path: Path, count: int, settings: dict[str, Any], *, force: bool = False):
         self.path, self.count = path, count
-        self.one_file = path.suffix in (".npz", ".png")
+        self.one_file = path.suffix.lower() in (".npz", ".png")
         if path.suffix.lower() in _OTHERS:
             raise TrueupError(f"{path}: samples go to a folder of PNGs, a .png (a grid) or a .npz file")
-        if path.suffix == ".png" and count > _LARGEST_GRID:
+        if path.suffix.lower() == ".png" and count > _LARGEST_GRID:
             raise TrueupError(f"a grid of {count} images is too large: name a folder or a .npz file")
         if path.is_dir() and self.one_file:
             raise TrueupError(f"{path} is a directory: name a file")
         if path.exists() and not path.is_dir() and not self.one_file:
             raise TrueupError(f"{path} is a file: name a folder, or a file that ends in .npz or .png")
         if path.exists() and self.one_file and not force:
-            raise TrueupError(f"{path} exists: pass --force to replace it, or name another file")
+            raise TrueupError(f"{path} exists: pass force=True to replace it, or name another file")
         if not path.parent.is_dir():
             raise TrueupError(f"{path.parent} is not a directory: make it first")
         self.kept = Kept(Path(f"{path}.run") if self.one_file else path, settings, force=force)
+        if not self.one_file:  # somebody may have taken one away
+            there = (self.kept.file(i).exists() for i in range(self.kept.done))
+            self.kept.done = next((i for i, found in enumerate(there) if not found), self.kept.done)
 
     def add(self, index: Tensor, images: Tensor) -> None:
         """Keep a batch."""
@@ -148,7 +155,7 @@ class Output:
         if not self.one_file:
             return
         images = self.kept.tensors(self.count)["images"]
-        if self.path.suffix == ".png":
+        if self.path.suffix.lower() == ".png":
             write(self.path, png(grid(images)))
         else:
             pictures = (
