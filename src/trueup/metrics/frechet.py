@@ -42,12 +42,9 @@ def frechet(features: Tensor, reference: GaussianStatistics) -> Estimate:
 
         tr M^½ - tr (M - u uᵀ)^½ = -1/(2π) ∫ t^(-½) log(1 - uᵀ (M + t)⁻¹ u) dt
 
-    So the n leave-one-out distances are exact, not linearised. Over 120 to 300 draws each of normal,
-    heavy-tailed and rectified features (d = 64 and 256) their standard error was 1.0 to 1.2 times the real
-    scatter for n from d to 16 d, where the delta method gave 1.0 to 1.7 times. Below that it errs on the wide
-    side (up to 1.4 at n = d/2; 1.3 and 1.2 for 100 and 400 CIFAR-10 images in 1280 dimensions). Intervals
-    covered in 90 to 100% of the draws of 64 images or more, in 86% of those of 32 heavy-tailed ones. The
-    distance's own bias, which falls with n, is not part of it.
+    So the n leave-one-out distances are exact, not linearised. Their standard error is about the real scatter
+    from n = d up, and errs on the wide side below (benchmarks/intervals.py). The distance's own bias, which
+    falls with n, is not part of it.
     """
     statistics = GaussianStatistics().update(features)
     if len(features) < 3:
