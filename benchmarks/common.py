@@ -46,6 +46,14 @@ def parser(text: str, *, data: bool = True) -> argparse.ArgumentParser:
     return p
 
 
+def comparison_parser(text: str) -> argparse.ArgumentParser:
+    """For benchmarks that draw samples and compare them with test images."""
+    p = parser(text)
+    p.add_argument("--test", required=True, metavar="FILE", help=".npy of images to compare with")
+    p.add_argument("--samples", type=int, default=2000)
+    return p
+
+
 def load_model(path: str, options: argparse.Namespace) -> Denoiser:
     scheduler = None
     if not any((Path(path) / p).exists() for p in ("model_index.json", "scheduler_config.json")):

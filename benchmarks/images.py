@@ -13,27 +13,25 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import numpy as np
+
 import trueup
 
-from common import Quality, change, finish, load_images, load_model, numbers, parser, plus_minus, table
+from common import Quality, change, comparison_parser, finish, load_model, numbers, plus_minus, table
 
 FITS = {"plain": ("shift", "plain"), "shift": ("shift", "shrunk"), "spectral": ("spectral", "shrunk")}
 
 
 def main() -> None:
-    p = parser(__doc__)
-    p.add_argument("--test", required=True, metavar="FILE", help=".npy of images to compare with")
+    p = comparison_parser(__doc__)
     p.add_argument("--images", type=int, nargs="+", default=[50, 100, 500, 2000, 10000, 50000])
     p.add_argument("--generated", type=int, nargs="*", default=[500, 2000, 10000])
-    p.add_argument("--samples", type=int, default=5000)
     p.add_argument("--solver", default="dpm-solver-3")
     p.add_argument("--nfe", type=int, default=20)
     p.add_argument("--fits", nargs="+", choices=FITS, default=list(FITS))
     options = p.parse_args()
     fits = {name: FITS[name] for name in options.fits}
-    images = load_images(options)
-    options.data = options.test
-    test = load_images(options)
+    images, test = (np.load(path, mmap_mode="r") for path in (options.data, options.test))
     results = {}
     for path in options.model:
         denoiser = load_model(path, options)

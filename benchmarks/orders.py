@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import tempfile
 
+import numpy as np
+
 import trueup
 
-from common import Quality, change, finish, load_images, load_model, numbers, parser, plus_minus, table
+from common import Quality, change, comparison_parser, finish, load_model, numbers, plus_minus, table
 
 
 def main() -> None:
-    p = parser(__doc__)
-    p.add_argument("--test", required=True, metavar="FILE", help=".npy of images to compare with")
+    p = comparison_parser(__doc__)
     p.add_argument("--images", type=int, default=500, help="behind the default calibration, and plain's few")
     p.add_argument("--many", type=int, default=50000, help="behind plain's many")
-    p.add_argument("--samples", type=int, default=2000)
     p.add_argument("--nfe", type=int, nargs="+", default=[10, 15, 20, 30])
     p.add_argument("--orders", type=int, nargs="+", default=[1, 2, 3])
     options = p.parse_args()
-    images = load_images(options)
-    options.data = options.test
-    test = load_images(options)
+    images, test = (np.load(path, mmap_mode="r") for path in (options.data, options.test))
     results = {}
     for path in options.model:
         denoiser = load_model(path, options)

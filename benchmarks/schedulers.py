@@ -9,9 +9,11 @@ Inception's) are to the test images; W1 is the Wasserstein distance of per-image
 
 from __future__ import annotations
 
+import numpy as np
+
 import trueup
 
-from common import Quality, change, finish, load_images, load_model, numbers, parser, plus_minus, table
+from common import Quality, change, comparison_parser, finish, load_model, numbers, plus_minus, table
 
 SOLVERS = [
     "dpm-solver-1",
@@ -33,16 +35,12 @@ SOLVERS = [
 
 
 def main() -> None:
-    p = parser(__doc__)
-    p.add_argument("--test", required=True, metavar="FILE", help=".npy of images to compare with")
+    p = comparison_parser(__doc__)
     p.add_argument("--images", type=int, default=500, help="behind the calibration")
-    p.add_argument("--samples", type=int, default=2000)
     p.add_argument("--nfe", type=int, nargs="+", default=[20])
     p.add_argument("--solvers", nargs="+", default=SOLVERS)
     options = p.parse_args()
-    images = load_images(options)
-    options.data = options.test
-    test = load_images(options)
+    images, test = (np.load(path, mmap_mode="r") for path in (options.data, options.test))
     results = {}
     for path in options.model:
         denoiser = load_model(path, options)

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+from trueup import cli
+
 
 def trueup_command(*arguments, **kwargs):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
@@ -15,6 +17,19 @@ def trueup_command(*arguments, **kwargs):
         timeout=300,
         **kwargs,
     )
+
+
+def in_process(capsys, *arguments):
+    """Refused without starting a process: exit code 2, nothing on standard output; the one line it said."""
+    try:
+        code = cli.main(list(map(str, arguments)))
+    except SystemExit as stop:
+        code = stop.code
+    said = capsys.readouterr()
+    assert code == 2
+    assert said.out == ""
+    assert len(said.err.strip().splitlines()) == 1
+    return said.err
 
 
 def refused(done, *words):

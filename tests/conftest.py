@@ -4,6 +4,22 @@ import torch
 from trueup.analytic import GaussianMixture
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A saved model of 8x8 pictures."""
+    from tiny import save, tiny_unet
+
+    return save(tiny_unet(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """40 pictures in a folder."""
+    from tiny import blobs
+
+    return blobs(tmp_path_factory.mktemp("images"))
+
+
 @pytest.fixture(scope="session")
 def mixture() -> GaussianMixture:
     """Three blurry shapes in two channels on a non-square grid."""

@@ -22,19 +22,9 @@ from trueup import cli, commands, options
 from trueup.artifact import load
 
 from commandline import refused, trueup_command
-from tiny import blobs, save, tiny_unet
+from tiny import save, tiny_unet
 
 SIZE = 8
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save(tiny_unet(), tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    return blobs(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture

@@ -14,22 +14,11 @@ import torch
 from PIL import Image
 
 import trueup
-from trueup import cli
 from trueup.hf import as_denoiser
 from trueup.sampling import pictures
 
-from commandline import refused, trueup_command
-from tiny import blobs, save, tiny_unet
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save(tiny_unet(), tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    return blobs(tmp_path_factory.mktemp("images"))
+from commandline import in_process, refused, trueup_command
+from tiny import save, tiny_unet
 
 
 @pytest.fixture(scope="module")
@@ -182,15 +171,7 @@ def test_latents_are_decoded_or_refused_as_pictures(latent, tmp_path):
 )
 def test_samplers_that_cannot_be(capsys, monkeypatch, model, tmp_path, arguments, words):
     monkeypatch.chdir(tmp_path)
-    try:
-        code = cli.main(["sample", str(model), "-o", "out", *arguments])
-    except SystemExit as stop:
-        code = stop.code
-    said = capsys.readouterr()
-    assert code == 2
-    assert said.out == ""
-    assert len(said.err.strip().splitlines()) == 1
-    assert words in said.err
+    assert words in in_process(capsys, "sample", model, "-o", "out", *arguments)
     assert not any(Path("out").glob("*.png"))
 
 
@@ -213,15 +194,7 @@ def test_comparisons_that_cannot_be(
     monkeypatch.chdir(tmp_path)
     given = [str(images) if word == "IMAGES" else word for word in arguments]
     features = [] if "--features" in given else ["--features", "pixels"]
-    try:
-        code = cli.main(["evaluate", str(model), "--calibration", str(calibration), *features, *given])
-    except SystemExit as stop:
-        code = stop.code
-    said = capsys.readouterr()
-    assert code == 2
-    assert said.out == ""
-    assert len(said.err.strip().splitlines()) == 1
-    assert words in said.err
+    assert words in in_process(capsys, "evaluate", model, "--calibration", calibration, *features, *given)
 
 
 def test_a_folder_of_others_is_not_touched(model, images):
