@@ -27,8 +27,10 @@ from trueup.bands import Bands
 from trueup.calibration import Calibration, Evidence
 from trueup.correction import Correction
 from trueup.errors import ArtifactError, TrueupError
+from trueup.trajectory import Sampler, States, Trajectory
+from trueup.trajectory.maps import EVIDENCE
 
-V1 = Path(__file__).parent / "data" / "v1.trueup.safetensors"
+V1, V2 = (Path(__file__).parent / "data" / f"v{n}.trueup.safetensors" for n in (1, 2))
 # By its fields, so that a measurement added to the evidence and forgotten by the file is noticed.
 PER_LEVEL = [field.name for field in fields(Evidence) if field.type == "Tensor" and field.name != "scale"]
 
@@ -71,6 +73,7 @@ def make(
         estimator="shrunk",
         data_mean=normal(shape[0], math.prod(shape[1:])),
         data_variance=normal(shape[0], bands.count).abs(),
+        data_variance_se=normal(shape[0], bands.count).abs(),
         data_images=50,
         data_fingerprint="00ff00ff00ff00ff",
         provenance={
@@ -81,6 +84,20 @@ def make(
             "data_range": [-1.0, 1.0],
             "seed": 0,
         },
+    )
+    shift = normal(2, shape[0], math.prod(shape[1:])) * bands.spread(kept)
+    made.trajectories = (
+        Trajectory(
+            Sampler("ddim", 2, {"kind": "DDIMScheduler", "trained_betas": [0.1, 0.2], "eta": None}, 1.5),
+            States(*(normal(2).abs() for _ in range(3))),
+            bands,
+            made.data_mean,
+            shift,
+            normal(2, shape[0], bands.count).exp(),
+            {name: normal(2, bands.count) for name in EVIDENCE},
+            64,
+            {"seed": 3, "labels": [0, 1]},
+        ),
     )
     for name, value in changes.items():
         setattr(made, name, value)
@@ -97,10 +114,22 @@ def parts(c: Calibration) -> dict:
     tensors = {name: getattr(e, name) for name in (*PER_LEVEL, "scale")}
     tensors |= {"lam": k.lam, "b": k.b, "a": k.a, "d": k.d, "bands": k.bands.index, "t": c.t}
     tensors |= {"data_mean": c.data_mean, "data_variance": c.data_variance}
+    tensors["data_variance_se"] = c.data_variance_se
+    tensors |= {
+        f"trajectory {i} {name}": value
+        for i, made in enumerate(c.trajectories)
+        for name, value in {
+            **vars(made.states),
+            **made.evidence,
+            "shift": made.shift,
+            "gain": made.gain,
+        }.items()
+    }
     tensors["bounds"] = torch.tensor([*e.bound_gain, *e.shift_bound_gain], dtype=torch.float64)
     others = {name: getattr(e, name) for name in ("images", "folds", "dimensions")}
     for name in ("shape", "family", "estimator", "data_images", "data_fingerprint", "provenance"):
         others[name] = getattr(c, name)
+    others["trajectories"] = [(made.sampler, made.trajectories, made.provenance) for made in c.trajectories]
     return {**tensors, **others, "edges": k.bands.edges, "spatial": k.bands.spatial}
 
 
@@ -162,7 +191,8 @@ def test_round_trip(tmp_path, shape, noise, parametrization, keep, levels):
     saved.save(tmp_path / "a")
     loaded = trueup.load(tmp_path / "a")
     was, now = parts(saved), parts(loaded)
-    rounded = ("b", "a", "d", "scale", "data_mean", "data_variance")  # these are kept as float32
+    rounded = ("b", "a", "d", "scale", "data_mean", "data_variance", "data_variance_se")
+    rounded += ("trajectory 0 shift", "trajectory 0 gain")  # these are kept as float32
     for name, value in was.items():
         if name in rounded:
             assert torch.equal(now[name], value.float().double()), name
@@ -293,6 +323,39 @@ def test_stored_v1_file_keeps_loading():
     assert loaded.parametrization == trueup.Parametrization("noise")
     assert loaded.provenance["seed"] == 7
     assert loaded.fits({"float32": "00112233445566778899aabbccddeeff"})
+
+
+def test_stored_v1_file_says_how_well_it_knows_the_variance():
+    """It does not hold the error: taken as that of 64 Gaussian numbers."""
+    loaded = trueup.load(V1)
+    assert loaded.data_variance_se[0].tolist() == pytest.approx([0.25 * (2 / 64) ** 0.5] * 5)
+    assert loaded.trajectories == ()
+
+
+def test_stored_v2_file_keeps_loading():
+    loaded = trueup.load(V2)
+    assert V2.stat().st_size < 6144
+    assert loaded.data_variance_se.tolist() == [[0.0625] * 5]
+    first, second = loaded.trajectories
+    assert str(first.sampler) == "dpm-solver-3 (logsnr) at 2 evaluations"
+    assert str(second.sampler) == "ddim at 2 evaluations, guidance 2"
+    assert second.sampler.settings == {"kind": "DDIMScheduler", "clip_sample": False}
+    assert (first.trajectories, first.provenance) == (64, {"seed": 7, "labels": None})
+    assert first.states.t.tolist() == [2.0, 1.0]
+    assert first.states.alpha.tolist() == [1.0, 1.0]
+    assert first.states.sigma.tolist() == [0.5, 0.125]
+    assert first.gain[:, 0].tolist() == [[0.5, 1, 1, 1, 1], [1, 1, 1, 1, 2]]
+    assert first.shift[0].nonzero().tolist() == [[0, 0]]
+    assert float(first.shift[0, 0, 0]) == 0.25
+    assert (first.evidence["before"] == 3).all()
+    assert second.empty
+
+
+def test_stored_v2_file_restores_as_it_did():
+    """State 0 of a flat image of ones: 4 is its first coefficient, mu is 0, and (4 - 1/4) / 2 comes out."""
+    flat = torch.ones(1, 1, 4, 4, dtype=torch.float64)
+    restored = trueup.load(V2).trajectories[0](0, flat)
+    assert torch.allclose(restored, flat * (4 - 0.25) / 2 / 4, rtol=0, atol=1e-12)
 
 
 def test_stored_v1_file_corrects_as_it_did():
@@ -450,9 +513,9 @@ def test_metadata_without_content(path):
 
 
 def test_newer_format_asks_for_an_upgrade(path):
-    forged = resign(path, lambda meta, tensors: meta.update(format=2))
-    refused(forged, "has format 2; trueup")
-    refused(forged, "reads up to 1: upgrade trueup")
+    forged = resign(path, lambda meta, tensors: meta.update(format=3))
+    refused(forged, "has format 3; trueup")
+    refused(forged, "reads up to 2: upgrade trueup")
 
 
 @pytest.mark.parametrize("number", [0, -1, False])
@@ -533,8 +596,16 @@ def _at(name, value):
 
 def _longer(tensors, levels):
     for name in tensors:
-        if name not in ("data_mean", "data_variance"):
+        if not name.startswith(("data_", "trajectory")):
             tensors[name] = tensors[name][:1].repeat(levels, *[1] * (tensors[name].dim() - 1))
+
+
+def _entry(name, value):
+    return lambda meta, tensors: meta["trajectories"][0].update({name: value})
+
+
+def _again(meta, tensors):
+    meta["trajectories"] *= 2
 
 
 VP = {"kind": "continuous_vp", "beta_min": 0.1, "beta_max": 20.0, "t_min": 1e-3, "t_max": 1.0}
@@ -608,6 +679,27 @@ FORGERIES = {
     "two ideal bounds": (_set("shift_bound_gain", [1.0, 2.0]), "totals make no sense"),
     "bound is text": (_set("bound_gain", ["x", 1.0]), "damaged"),
     "bound is missing": (lambda meta, tensors: meta.pop("shift_bound_gain"), "shift_bound_gain"),
+    # trajectories
+    "trajectories not listed": (_set("trajectories", []), "trajectories are not those it lists"),
+    "trajectory without tensors": (_again, "trajectories are not those it lists"),
+    "trajectory without its gain": (
+        lambda meta, tensors: tensors.pop("trajectory.0.gain"),
+        "trajectory.0 lacks gain",
+    ),
+    "gain of nothing": (_at("trajectory.0.gain", 0.0), "not positive"),
+    "negative level": (_at("trajectory.0.sigma", -1.0), "not positive"),
+    "states of another number": (_tensor("trajectory.0.alpha", lambda v: v[:1]), "trajectory.0.alpha is"),
+    "shift of another shape": (_tensor("trajectory.0.shift", lambda v: v[..., :2]), "trajectory.0.shift is"),
+    "shift in half": (
+        _tensor("trajectory.0.shift", lambda v: v.half()),
+        "trajectory.0.shift is torch.float16",
+    ),
+    "shift is not finite": (_at("trajectory.0.shift", math.nan), "trajectory.0.shift holds"),
+    "no evaluations": (_entry("nfe", 0), "what trajectory.0 is for makes no sense"),
+    "guidance is text": (_entry("guidance", "much"), "could not convert"),
+    "guidance is not finite": (_entry("guidance", 1e999), "unreadable metadata"),
+    "settings are a list": (_entry("settings", []), "what trajectory.0 is for makes no sense"),
+    "bands of a trajectory": (_entry("kept_bands", [0, 99]), "kept bands of trajectory.0"),
     # tensors
     "tensor missing": (lambda meta, tensors: tensors.pop("d"), "tensors are not those of a calibration"),
     "no time": (lambda meta, tensors: tensors.pop("t"), "tensors are not those of a calibration"),
@@ -620,7 +712,7 @@ FORGERIES = {
     "b flat": (_tensor("b", lambda v: v.flatten()), "b is"),
     **{
         f"{name} holds {value}": (_at(name, value), f"{name} holds values that are not finite")
-        for name in ("t", "lam", "b", "a", "d", "scale", "data_mean", "data_variance")
+        for name in ("t", "lam", "b", "a", "d", "scale", "data_mean", "data_variance", "data_variance_se")
         for value in (math.nan, math.inf)
     },
     **{
@@ -703,7 +795,7 @@ def test_many_levels_of_a_large_map_allocate_nothing(path):
         meta.update(shape=[1, 1024, 1024], band_edges=[1e9], kept_bands=[])
         tensors["data_mean"] = torch.zeros(1, 2**20)
         tensors["b"] = tensors["b"][..., :0]
-        for name in ("a", "d", "scale", "data_variance"):
+        for name in ("a", "d", "scale", "data_variance", "data_variance_se"):
             tensors[name] = tensors[name][..., :1]
 
     forged = resign(path, change)

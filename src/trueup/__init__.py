@@ -29,6 +29,8 @@ _HOME = {
     "sample": "trueup.sampling",
     "generate": "trueup.sampling",
     "DPMSolver": "trueup.sampling",
+    "calibrate_sampler": "trueup.trajectory.calibrating",
+    "check_sampler": "trueup.trajectory.calibrating",
     "Denoiser": "trueup.denoiser",
     "Parametrization": "trueup.parametrization",
     "process": "trueup.process",
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
     from trueup.sampling import DPMSolver as DPMSolver
     from trueup.sampling import generate as generate
     from trueup.sampling import sample as sample
+    from trueup.trajectory.calibrating import calibrate_sampler as calibrate_sampler
+    from trueup.trajectory.calibrating import check_sampler as check_sampler
 
 
 def __getattr__(name: str) -> Any:

@@ -23,10 +23,12 @@ from trueup.errors import ArtifactError, TrueupError
 from trueup.files import write
 from trueup.parametrization import Parametrization
 from trueup.process import from_settings
+from trueup.trajectory.stored import pack, unpack
 
-FORMAT = 1
+FORMAT = 2
 _PER_LEVEL = ("loss", "loss_se", "eta2", "eta2_se", "eta2_low", "eta2_high", "gain", "gain_se", "shift_se")
 _NAMES = ("t", "lam", "b", "a", "d", "scale", "data_mean", "data_variance")
+_SINCE_2 = ("data_variance_se",)
 _LARGEST = 2**33  # bytes of one tensor in memory; anything larger is not a calibration
 _NONSENSE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -39,7 +41,7 @@ def save(calibration: Calibration, path: str | PathLike[str]) -> None:
     correction, evidence = calibration.correction, calibration.evidence
     bands = correction.bands
     kept = [k for k, members in enumerate(bands.members) if bool(correction.b[..., members].any())]
-    coefficients = _coefficients(bands, kept)
+    coefficients = bands.coefficients(kept)
     tensors = {
         "t": calibration.t,
         "lam": correction.lam,
@@ -49,10 +51,21 @@ def save(calibration: Calibration, path: str | PathLike[str]) -> None:
         "scale": evidence.scale,
         "data_mean": calibration.data_mean,
         "data_variance": calibration.data_variance,
+        "data_variance_se": calibration.data_variance_se,
         **{f"evidence.{name}": getattr(evidence, name) for name in _PER_LEVEL},
     }
+    trajectories = []
+    for i, trajectory in enumerate(calibration.trajectories):
+        entry, more = pack(trajectory, f"trajectory.{i}")
+        trajectories.append(entry)
+        tensors |= more
     # Copies: tensors that share memory, as unknown errors do, cannot be written.
-    tensors = {name: tensor.to(_dtype(name), copy=True).contiguous() for name, tensor in tensors.items()}
+    tensors = {
+        name: tensor.to(
+            tensor.dtype if name.startswith("trajectory.") else _dtype(name), copy=True
+        ).contiguous()
+        for name, tensor in tensors.items()
+    }
     meta: dict[str, Any] = {
         "format": FORMAT,
         "trueup": __version__,
@@ -68,6 +81,7 @@ def save(calibration: Calibration, path: str | PathLike[str]) -> None:
         "data_images": calibration.data_images,
         "data_fingerprint": calibration.data_fingerprint,
         "provenance": calibration.provenance,
+        "trajectories": trajectories,
     }
     try:
         meta = json.loads(json.dumps(meta, allow_nan=False, default=_plain))  # as `load` will see it
@@ -126,7 +140,12 @@ def _build(meta: dict[str, Any], tensors: dict[str, Tensor]) -> Calibration:
     shape = tuple(meta["shape"])
     if len(shape) < 2 or not all(type(n) is int and 0 < n < 2**20 for n in shape):
         raise ArtifactError("its sample shape makes no sense")
-    if set(tensors) != {*_NAMES, *(f"evidence.{name}" for name in _PER_LEVEL)}:
+    tensors, of_trajectories = (
+        {name: tensor for name, tensor in tensors.items() if name.startswith("trajectory.") is wanted}
+        for wanted in (False, True)
+    )
+    names = {*_NAMES, *(_SINCE_2 if meta["format"] > 1 else ()), *(f"evidence.{name}" for name in _PER_LEVEL)}
+    if set(tensors) != names:
         raise ArtifactError("its tensors are not those of a calibration")
     levels, channels, size = len(tensors["t"]), shape[0], math.prod(shape[1:])
     # Before anything is built: a map that is in the file, times levels that are, bounds what we allocate.
@@ -137,7 +156,7 @@ def _build(meta: dict[str, Any], tensors: dict[str, Tensor]) -> Calibration:
     kept = meta["kept_bands"]
     if kept != sorted(set(kept)) or not all(type(k) is int and 0 <= k < bands.count for k in kept):
         raise ArtifactError("its list of kept bands makes no sense")
-    coefficients = _coefficients(bands, kept)
+    coefficients = bands.coefficients(kept)
     expected = {
         "lam": (levels,),
         "b": (levels, channels, len(coefficients)),
@@ -147,6 +166,8 @@ def _build(meta: dict[str, Any], tensors: dict[str, Tensor]) -> Calibration:
         "data_variance": (channels, bands.count),
         **{f"evidence.{name}": (levels,) for name in _PER_LEVEL},
     }
+    if meta["format"] > 1:
+        expected["data_variance_se"] = (channels, bands.count)
     _check(tensors, expected)
     t, lam = tensors["t"], tensors["lam"]
     provenance = meta["provenance"]
@@ -169,6 +190,15 @@ def _build(meta: dict[str, Any], tensors: dict[str, Tensor]) -> Calibration:
         shift_bound_gain=_floats(meta["shift_bound_gain"], 3),
         **{name: tensors[f"evidence.{name}"] for name in _PER_LEVEL},
     )
+    images = _count(meta, "data_images")
+    variance, mean = tensors["data_variance"].double(), tensors["data_mean"].double()
+    # Format 1 did not say how well the variance is known: as Gaussian data, a band counted as one number.
+    error = (
+        tensors["data_variance_se"].double() if meta["format"] > 1 else variance * (2 / max(images, 1)) ** 0.5
+    )
+    entries = meta.get("trajectories", [])
+    if len({name.split(".")[1] for name in of_trajectories}) != len(entries):
+        raise ArtifactError("its trajectories are not those it lists")
     return Calibration(
         correction=Correction(lam, b, tensors["a"].double(), tensors["d"].double(), bands),
         t=t,
@@ -176,11 +206,15 @@ def _build(meta: dict[str, Any], tensors: dict[str, Tensor]) -> Calibration:
         evidence=evidence,
         family=str(meta["family"]),
         estimator=str(meta["estimator"]),
-        data_mean=tensors["data_mean"].double(),
-        data_variance=tensors["data_variance"].double(),
-        data_images=_count(meta, "data_images"),
+        data_mean=mean,
+        data_variance=variance,
+        data_variance_se=error,
+        data_images=images,
         data_fingerprint=str(meta["data_fingerprint"]),
         provenance=provenance,
+        trajectories=tuple(
+            unpack(entry, of_trajectories, f"trajectory.{i}", bands, mean) for i, entry in enumerate(entries)
+        ),
     )
 
 
@@ -203,10 +237,6 @@ def _count(meta: Mapping[str, Any], name: str) -> int:
     if type(value) is not int or value < 0:
         raise ArtifactError(f"its number of {name} is {value!r}")
     return value
-
-
-def _coefficients(bands: Bands, kept: list[int]) -> Tensor:
-    return torch.cat([bands.members[k] for k in kept]) if kept else torch.zeros(0, dtype=torch.int64)
 
 
 def _checksum(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:

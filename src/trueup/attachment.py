@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from trueup.errors import AttachError, MismatchError
 from trueup.hf import is_pipeline, network_of
 from trueup.hook import CorrectOutput
 from trueup.schedules import schedule
+
+if TYPE_CHECKING:
+    from trueup.trajectory import Trajectory
 
 
 def attach(model: Any, calibration: Calibration | str | PathLike[str], *, force: bool = False) -> Attachment:
@@ -49,10 +52,10 @@ def attach(model: Any, calibration: Calibration | str | PathLike[str], *, force:
         if weight is not None and not hook.empty:
             hook._tables(weight.device, torch.float32)  # before anyone compiles the network
         target.register_forward_hook(hook, with_kwargs=True)
-        return Attachment(target, hook)
+        return Attachment(target, hook, calibration)
     assert denoiser is not None
     denoiser._call = _Wrapped(denoiser._call, hook)
-    return Attachment(denoiser, hook)
+    return Attachment(denoiser, hook, calibration)
 
 
 def detach(model: Any) -> bool:
@@ -80,8 +83,9 @@ def _take_off(model: Any, only: CorrectOutput | None) -> bool:
 class Attachment:
     """A calibration on a model. `remove()` it, or use it as a context manager."""
 
-    def __init__(self, model: nn.Module | Denoiser, hook: CorrectOutput):
-        self._model, self._hook = model, hook
+    def __init__(self, model: nn.Module | Denoiser, hook: CorrectOutput, calibration: Calibration):
+        self._model, self._hook, self._calibration = model, hook, calibration
+        self._trajectory: Trajectory | None = None  # of the call in progress
 
     @property
     def active(self) -> bool:
@@ -89,6 +93,38 @@ class Attachment:
         if isinstance(self._model, Denoiser):
             return getattr(self._model._call, "hook", None) is self._hook
         return any(hook is self._hook for hook in self._model._forward_hooks.values())
+
+    def on_step_end(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Keeps a diffusers pipeline's latents on the marginals, with the trajectory for its scheduler.
+
+        with trueup.attach(pipe, cal) as calibrated:
+            pipe(prompt, num_inference_steps=10, callback_on_step_end=calibrated.on_step_end)
+        """
+        if step == 0 or self._trajectory is None:
+            self._trajectory = self._for_pipeline(pipe)
+        if "latents" not in tensors:
+            raise AttachError(
+                "on_step_end needs the latents: leave callback_on_step_end_tensor_inputs as it is"
+            )
+        tensors["latents"] = self._trajectory.at_step(step, float(timestep), tensors["latents"])
+        return tensors
+
+    def _for_pipeline(self, pipe: Any) -> Trajectory:
+        from trueup.sampling.schedulers import SchedulerSolver
+        from trueup.trajectory.maps import Sampler, choose
+
+        if not self.active or not is_pipeline(pipe) or _unwrapped(network_of(pipe)) is not self._model:
+            raise AttachError("this calibration is not attached to the network of this pipeline")
+        steps = len(pipe.scheduler.timesteps)
+        if getattr(pipe, "_num_timesteps", steps) != steps:
+            raise MismatchError(
+                f"the pipeline takes {pipe._num_timesteps} of {steps} steps, from an image it was given: "
+                "trajectories start from noise. Leave out on_step_end, or use strength=1."
+            )
+        guided = getattr(pipe, "do_classifier_free_guidance", False)
+        guidance = float(getattr(pipe, "guidance_scale", 1.0)) if guided else 1.0
+        sampler = Sampler.of(SchedulerSolver(pipe.scheduler), steps, guidance)
+        return choose(self._calibration.trajectories, sampler)
 
     def remove(self) -> None:
         """Take it off; the model's outputs are again exactly what they were. Doing it twice is harmless."""

@@ -101,6 +101,11 @@ class Bands:
         out = x.new_zeros(*x.shape[:-1], self.count)
         return out.index_add_(-1, self.index.flatten().to(x.device), x)
 
+    def coefficients(self, kept: Sequence[int]) -> Tensor:
+        """Which coefficients some bands hold, one band after the other."""
+        members = [self.members[k] for k in kept]
+        return torch.cat(members) if members else torch.zeros(0, dtype=torch.int64)
+
     def spread(self, x: Tensor) -> Tensor:
         """Give every coefficient its band's value, (..., bands) -> (..., K)."""
         return x[..., self.index.flatten().to(x.device)]

@@ -6,7 +6,7 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from trueup.correction import Correction
 from trueup.denoiser import same_weights
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess, from_settings
+
+if TYPE_CHECKING:
+    from trueup.trajectory import Trajectory
 
 
 @dataclass(eq=False, repr=False)
@@ -69,9 +72,11 @@ class Calibration:
     estimator: str
     data_mean: Tensor  # (C, K) DCT of the data's mean
     data_variance: Tensor  # (C, bands)
+    data_variance_se: Tensor  # (C, bands)
     data_images: int
     data_fingerprint: str
     provenance: dict[str, Any] = field(default_factory=dict)
+    trajectories: tuple[Trajectory, ...] = ()  # what keeps samplers on the marginals, see `calibrate_sampler`
 
     def __repr__(self) -> str:
         return f"<{self._headline()}: {self.verdict()}>"
@@ -133,6 +138,8 @@ class Calibration:
         """What to make of it, in one or two sentences."""
         e = self.evidence
         nats, error = e.bound_gain
+        if self.family == "none":
+            return "the network is left as it is."
         if e.folds < 4 or (self.empty and e.images < 20):
             return f"{e.images} image{'s' * (e.images > 1)} cannot confirm a correction: use 20 or more."
         if self.empty:
@@ -174,6 +181,9 @@ class Calibration:
         ]
         if self.generated:
             lines.append("measured on the model's own samples: errors that these share with it do not show")
+        lines += [made.summary() for made in self.trajectories]
+        if self.trajectories and self.generated:
+            lines.append("trajectories are brought to the moments of the model's own samples, not of data")
         lines.append(f"verdict: {self.verdict()}")
         return "\n".join(lines)
 

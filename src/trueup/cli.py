@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _kept(run: Path) -> str:
     """How to go on after an interruption."""
-    if any(run.glob("**/checkpoint.safetensors")) or any(run.glob("**/samples.json")):
+    if any(any(run.glob(f"**/{name}")) for name in ("checkpoint.safetensors", "samples.json", "samplers.*")):
         return f"; what was done is kept in {run}: run the same command again to go on"
     return ", before anything was done"
 

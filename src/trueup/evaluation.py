@@ -33,8 +33,9 @@ from trueup.metrics import (
     wasserstein,
 )
 from trueup.sampling import as_solver, pictures, sample_batches
-from trueup.sampling.draw import Solver, check_labels, count_evaluations
+from trueup.sampling.draw import Solver, check_labels, count_evaluations, find_trajectory
 from trueup.sampling.store import Kept
+from trueup.trajectory import Trajectory
 
 REFERENCE_IMAGES = 10_000
 LOSS_IMAGES = 200  # at most: the denoising loss is known well from few
@@ -59,6 +60,7 @@ def evaluate(
     labels: Any = None,
     guidance: float = 1.0,
     null_label: Any = None,
+    trajectory: bool | None = None,
     decode: ToImages | None = None,
     seed: int = 0,
     batch_size: int | None = None,
@@ -79,9 +81,9 @@ def evaluate(
     for all but the denoising loss. images: how many of the data to compare with. solvers and nfe: every one
     of the first at every one of the second. features: a name (see `trueup.metrics.load_features`), or what
     maps images to (B, d); weights are those of inception. decode: turns latents into images (see
-    `trueup.hf.as_decoder`); without it latents are compared as they are. run: a directory that keeps the
-    features of what was sampled, to go on from after an interruption; force replaces what was sampled there
-    with other settings.
+    `trueup.hf.as_decoder`); without it latents are compared as they are. trajectory: as in `sample`. run: a
+    directory that keeps the features of what was sampled, to go on from after an interruption; force
+    replaces what was sampled there with other settings.
     """
     denoiser = as_denoiser(model, scheduler=scheduler, device=device)
     calibration = calibration if isinstance(calibration, Calibration) else load(calibration)
@@ -96,6 +98,7 @@ def evaluate(
     for given in solvers if isinstance(solvers, (list, tuple)) else [solvers]:
         solver = as_solver(given, denoiser, grid)
         chosen += [(solver, None)] if solver.adaptive else [(solver, number) for number in numbers]
+    kept_on = [find_trajectory(calibration, solver, n, guidance, trajectory) for solver, n in chosen]
     evaluations = [count_evaluations(solver, number, denoiser, classes) for solver, number in chosen]
     if isinstance(features, str):
         extract: Features = load_features(features, weights=weights)
@@ -120,7 +123,9 @@ def evaluate(
     conditions = {"set of labels": labels, "guidance": guidance, "null label": null_label, "seed": seed}
     decoder = None if decode is None else getattr(decode, "identity", repr(decode))
 
-    def sampled(solver: Solver, number: int | None, used: Calibration | None) -> dict[str, Tensor]:
+    def sampled(
+        solver: Solver, number: int | None, used: Calibration | None, applied: Trajectory | None
+    ) -> dict[str, Tensor]:
         which = "uncalibrated" if used is None else "calibrated"
         name = solver.name if number is None else f"{solver.name}-{number}"
         kept = None
@@ -134,6 +139,8 @@ def evaluate(
                 "set of features": [extract.name, extract.preprocessing, extract.weights],
                 "calibration": None if used is None else used.identity,
             }
+            if used is not None and applied is not None:
+                settings["trajectory"] = applied.identity
             kept = Kept(Path(run) / f"{name}-{which}", settings, force=force)
         batches = sample_batches(
             denoiser,
@@ -145,6 +152,7 @@ def evaluate(
             labels=labels,
             guidance=guidance,
             null_label=null_label,
+            trajectory=used is not None and applied is not None,
             seed=seed,
             batch_size=batch_size,
             progress=progress,
@@ -154,8 +162,10 @@ def evaluate(
 
     notes: list[str] = []
     rows = []
-    for (solver, number), made in zip(chosen, evaluations, strict=True):
-        before, after = (sampled(solver, number, used) for used in (None, calibration))
+    for (solver, number), made, applied in zip(chosen, evaluations, kept_on, strict=True):
+        before, after = (sampled(solver, number, used, applied) for used in (None, calibration))
+        if applied is not None:
+            notes.append(f"after: the calibration's trajectory of {applied.sampler} is applied as well")
         changes, colour = _compare(before, after, reference, notes)
         rows.append(Row(solver.name, repr(solver), number, made, changes, colour))
     loss: list[dict[str, float]] = []

@@ -18,17 +18,22 @@ correction as one small file that trueup.attach puts on the model. `trueup COMMA
 _CALIBRATE = """examples:
   trueup calibrate bundled:raw --data bundled:images --images 100 -o raw.trueup.safetensors
   trueup calibrate bundled:ema --data bundled:images --family shift --json -o ema.trueup.safetensors
+  trueup calibrate bundled:raw --data bundled:images --sampler ddim --nfe 5,10 -o raw.trueup.safetensors
+  trueup calibrate bundled:raw --calibration raw.trueup.safetensors --sampler unipc --nfe 8 -o two.safetensors
 
-Measures MODEL on images and writes its calibration. Work is kept in a run directory after every batch:
-interrupted, the same command goes on from there, and with a larger --images it adds to what it has.
+Measures MODEL on images and writes its calibration; with --sampler also what keeps the states of that sampler
+where they belong, which few steps need. Work is kept in a run directory after every batch: interrupted, the
+same command goes on from there, and with a larger --images it adds to what it has.
 """
 _CHECK = """examples:
   trueup check bundled:raw --data bundled:images
   trueup check bundled:ema --data bundled:images --images 50 --fail-above 0.01 --quiet
+  trueup check bundled:raw --data bundled:images --sampler dpm-solver-3 --nfe 10
 
 Says how miscalibrated MODEL is, and whether it is being used as it was trained: wrong range, BGR, another
 prediction type or schedule are named, with exit code 2. Writes nothing. Exits with 1 if --fail-above is
-surely exceeded.
+surely exceeded. With --sampler: how far the states of that sampler drift from those of noised data, step by
+step and band by band.
 """
 _SAMPLE = """examples:
   trueup sample bundled:raw -n 16 --solver dpm-solver-3 --nfe 20 -o before.png
@@ -89,7 +94,7 @@ def parser() -> _Parser:
     data.add_argument(
         "--generate-nfe", type=_positive, default=50, metavar="N", help="evaluations for each (default: 50)"
     )
-    data.add_argument("--labels", type=_labels, metavar="A,B,..", help="labels of generated images, in turn")
+    _add_sampler(calibrate, "a calibration made before, instead of --data: to add samplers to it")
     _add_model(calibrate)
     _add_fit(calibrate)
     calibrate.add_argument(
@@ -106,6 +111,7 @@ def parser() -> _Parser:
         "check", help="say how miscalibrated a model is; write nothing", opening=_CHECK
     )
     _add_data(check, images=100)
+    _add_sampler(check, "with --sampler: the drift with this calibration, instead of --data")
     _add_model(check)
     _add_fit(check)
     check.add_argument(
@@ -233,25 +239,45 @@ def _add_model(parser: _Parser) -> None:
 
 def _add_fit(parser: _Parser) -> None:
     fit = parser.add_argument_group("calibration")
-    fit.add_argument("--family", choices=("spectral", "shift"), default="spectral")
+    fit.add_argument("--family", choices=("spectral", "shift", "none"), default="spectral")
     fit.add_argument("--estimator", choices=("shrunk", "regressed", "paired", "plain"), default="shrunk")
     fit.add_argument(
         "--antithetic", action="store_true", help="run every image with its noise and its negative"
     )
 
 
+def _add_sampler(parser: _Parser, calibration: str) -> None:
+    sampler = parser.add_argument_group("sampler")
+    sampler.add_argument("--sampler", type=_names, metavar="A,B,..", help=_SOLVERS.replace(" (default)", ""))
+    sampler.add_argument("--nfe", type=_counts, metavar="N,M,..", help="evaluations per sample (default: 20)")
+    sampler.add_argument(
+        "--trajectories", type=_positive, metavar="N", help="samples to measure the sampler on (default: 128)"
+    )
+    sampler.add_argument("--calibration", type=Path, metavar="FILE", help=calibration)
+    _add_conditions(sampler)
+
+
+def _add_conditions(group: Any) -> None:
+    group.add_argument(
+        "--grid", choices=("logsnr", "uniform", "quadratic"), help="where DPM-Solver puts its levels"
+    )
+    group.add_argument(
+        "--labels", type=_labels, metavar="A,B,..", help="sample these labels in turn; 0-9 is a range"
+    )
+    group.add_argument("--guidance", type=float, default=1.0, metavar="W", help="classifier-free guidance")
+    group.add_argument("--null-label", type=int, metavar="N", help="the label that stands for none")
+
+
 def _add_sampling(parser: _Parser) -> None:
     sampling = parser.add_argument_group("sampling")
+    _add_conditions(sampling)
     sampling.add_argument(
-        "--grid", choices=("logsnr", "uniform", "quadratic"), help="where DPM-Solver puts its levels"
+        "--trajectory",
+        action=argparse.BooleanOptionalAction,
+        help="insist on the calibration's trajectory, or leave it out (default: where it has one)",
     )
     sampling.add_argument("--atol", type=_positive_float, metavar="X", help="of an adaptive DPM-Solver")
     sampling.add_argument("--rtol", type=_positive_float, metavar="X", help="of an adaptive DPM-Solver")
-    sampling.add_argument(
-        "--labels", type=_labels, metavar="A,B,..", help="sample these labels in turn; 0-9 is a range"
-    )
-    sampling.add_argument("--guidance", type=float, default=1.0, metavar="W", help="classifier-free guidance")
-    sampling.add_argument("--null-label", type=int, metavar="N", help="the label that stands for none")
     sampling.add_argument(
         "--vae", type=Path, metavar="DIR", help="decodes latents (default: the one beside MODEL)"
     )

@@ -99,6 +99,18 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         "seed": calibration.provenance.get("seed"),
         "data_fingerprint": calibration.data_fingerprint,
         "generated": calibration.generated,
+        "trajectories": [
+            {
+                **made.sampler.as_json(),
+                "trajectories": made.trajectories,
+                "states": len(made.states),
+                "empty": made.empty,
+                **{
+                    name: values.sum(1).tolist() for name, values in made.evidence.items() if "se" not in name
+                },
+            }
+            for made in calibration.trajectories
+        ],
     }
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trueup.artifact import load
+from trueup.attachment import attach
 from trueup.calibration import Calibration
 from trueup.commands.shared import bundled, check_output, find_device, open_model, progress, say
 from trueup.data import Samples, Transform
@@ -19,52 +21,144 @@ from trueup.diagnose import IMAGES, diagnose
 from trueup.errors import DataError, TrueupError
 from trueup.estimate import Moments, fit, measure
 from trueup.report import as_json, plain_output, show
-from trueup.sampling import generate
+from trueup.sampling import as_solver, generate
+from trueup.sampling.draw import Solver
+from trueup.trajectory.calibrating import calibrate_sampler, check_sampler
+from trueup.trajectory.maps import Sampler, Trajectory, choose, find
+from trueup.trajectory.walk import TRAJECTORIES, network_and_states
 
 
 def calibrate(options: argparse.Namespace) -> int:
     """`trueup calibrate`."""
     output, run = options.output, options.run or Path(f"{options.output}.run")
     check_output(output, options.force)
-    if (options.data is None) == (options.generated is None):
+    if sum(given is not None for given in (options.data, options.generated, options.calibration)) != 1:
         raise DataError(
-            "say what to measure on, one of --data and --generated N (samples of the model itself)"
+            "say what to measure on, one of --data, --generated N (samples of the model itself) and, to add "
+            "samplers to it, --calibration FILE"
         )
+    if options.calibration is not None and options.sampler is None:
+        raise DataError("say which sampler to add to the calibration: --sampler NAME --nfe N")
+    _check_sampler_options(options)
     denoiser = open_model(options)
-    begun = (run / "checkpoint.safetensors").exists()  # then it was looked at
     options.run = run
-    if options.generated is not None:
-        data: Any = generate(
-            denoiser,
-            options.generated,
-            nfe=options.generate_nfe,
-            labels=options.labels,
-            seed=options.seed,
-            batch_size=options.batch_size,
-            folder=run / "generated",
-            force=options.force,
-            progress=progress(options),
-        )
-        options.images = options.generated
+    solvers = _solvers(denoiser, options)
+    more: dict[str, Any] = {"output": str(output), "run": str(run)}
+    if options.calibration is not None:
+        calibration = load(options.calibration)
+        attach(denoiser, calibration).remove()  # or say now that it does not fit
     else:
-        data = bundled(options.data)
+        moments = _measure(denoiser, options, run)
+        calibration = fit(moments, family=options.family, estimator=options.estimator)
+        more["skipped"] = moments.skipped
+    calibration = _add_samplers(denoiser, calibration, solvers, options, run)
+    calibration.save(output)
+    _report(calibration, options, more)
+    what = "images with a larger " + ("--images" if options.generated is None else "--generated")
+    kept = f"; {run} keeps the measurements (delete it, or add {what})" if options.calibration is None else ""
+    say(options, f"wrote {output}{kept}")
+    return 0
+
+
+def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path) -> Moments:
+    """The network measured on data, or on its own samples."""
+    begun = (run / "checkpoint.safetensors").exists()  # then it was looked at
+    if options.generated is None:
         problem = None if begun or options.trust else _diagnose(denoiser, options)
         if problem:
             raise TrueupError(f"{problem} (or pass --trust to calibrate as it is)")
-    moments = _moments(denoiser, data, options, run)
-    calibration = fit(moments, family=options.family, estimator=options.estimator)
-    calibration.save(output)
-    _report(calibration, options, {"output": str(output), "run": str(run), "skipped": moments.skipped})
-    say(
-        options,
-        f"wrote {output}; {run} keeps the measurements (delete it, or add images with a larger "
-        f"{'--images' if options.generated is None else '--generated'})",
+        return _moments(denoiser, bundled(options.data), options, run)
+    images = generate(
+        denoiser,
+        options.generated,
+        nfe=options.generate_nfe,
+        labels=options.labels,
+        seed=options.seed,
+        batch_size=options.batch_size,
+        folder=run / "generated",
+        force=options.force,
+        progress=progress(options),
     )
-    return 0
+    options.images = options.generated
+    return _moments(denoiser, images, options, run)
+
+
+def _add_samplers(
+    denoiser: Denoiser,
+    calibration: Calibration,
+    solvers: list[tuple[Solver, int]],
+    options: argparse.Namespace,
+    run: Path,
+) -> Calibration:
+    """The calibration with a trajectory for every sampler; those finished before an interruption are kept."""
+    partly = run / "samplers.trueup.safetensors"
+    made = _finished(partly, calibration, options)
+    for solver, nfe in solvers:
+        sampler = Sampler.of(solver, solver.budget(nfe), options.guidance)
+        if find(made, sampler) is None:
+            calibrated = calibrate_sampler(
+                denoiser, calibration, solver=solver, nfe=nfe, **_walk(options), progress=progress(options)
+            )
+            made.append(choose(calibrated.trajectories, sampler))
+            if len(solvers) > 1:
+                run.mkdir(parents=True, exist_ok=True)
+                replace(calibration, trajectories=tuple(made)).save(partly)
+    kept = [old for old in calibration.trajectories if find(made, old.sampler) is None]
+    partly.unlink(missing_ok=True)
+    return replace(calibration, trajectories=(*kept, *made))
+
+
+def _finished(partly: Path, calibration: Calibration, options: argparse.Namespace) -> list[Trajectory]:
+    """What an interrupted command has made of the same things."""
+    if not partly.exists():
+        return []
+    before = load(partly)
+    settings = {"seed": options.seed, "labels": options.labels}
+    return [
+        made
+        for made in before.trajectories
+        if before.identity == calibration.identity
+        and made.trajectories == (options.trajectories or TRAJECTORIES)
+        and made.provenance == settings
+    ]
+
+
+def _walk(options: argparse.Namespace) -> dict[str, Any]:
+    """What says how trajectories are drawn."""
+    return {
+        "trajectories": options.trajectories or TRAJECTORIES,
+        "labels": options.labels,
+        "guidance": options.guidance,
+        "null_label": options.null_label,
+        "seed": options.seed,
+        "batch_size": options.batch_size,
+    }
+
+
+def _check_sampler_options(options: argparse.Namespace) -> None:
+    if options.sampler is not None:
+        return
+    given = [f"--{name}" for name in ("nfe", "trajectories", "grid") if getattr(options, name) is not None]
+    if given or options.guidance != 1.0:
+        raise TrueupError(f"{(given or ['--guidance'])[0]} is about a sampler: say which with --sampler")
+
+
+def _solvers(denoiser: Denoiser, options: argparse.Namespace) -> list[tuple[Solver, int]]:
+    """Every sampler that was asked for; what cannot be is said before anything is measured."""
+    solvers = [as_solver(name, denoiser, options.grid) for name in options.sampler or ()]
+    pairs = [(solver, nfe) for solver in solvers for nfe in options.nfe or [20]]
+    for solver, nfe in pairs:
+        network_and_states(denoiser, solver, nfe, **{k: v for k, v in _walk(options).items() if k != "seed"})
+    return pairs
 
 
 def check(options: argparse.Namespace) -> int:
     """`trueup check`."""
+    _check_sampler_options(options)
+    if options.sampler is not None:
+        return _check_samplers(options)
+    if options.calibration is not None:
+        raise TrueupError("--calibration goes with --sampler: how its states drift with the calibration")
     if options.data is None:
         raise DataError("say what to measure on: --data")
     denoiser = open_model(options)
@@ -84,6 +178,43 @@ def check(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 1 if failed else 0
+
+
+def _check_samplers(options: argparse.Namespace) -> int:
+    """`trueup check --sampler`: how far states drift."""
+    if options.fail_above is not None:
+        raise TrueupError("--fail-above is about the network: leave out --sampler")
+    if (options.data is None) == (options.calibration is None):
+        raise DataError("say what states should be like: --data, or a --calibration that knows its moments")
+    denoiser = open_model(options)
+    solvers = _solvers(denoiser, options)
+    how: dict[str, Any] = {}
+    problem = None
+    if options.calibration is not None:
+        source: Any = load(options.calibration)
+        attach(denoiser, source).remove()  # or say now that it does not fit
+    else:
+        source, problem = bundled(options.data), _diagnose(denoiser, options)
+        names = ("images", "resize", "crop", "flip", "data_range", "skip_bad")
+        how = {name: getattr(options, name) for name in names}
+    found = []
+    for solver, nfe in solvers:
+        drift = check_sampler(
+            denoiser, source, solver=solver, nfe=nfe, **_walk(options), **how, progress=progress(options)
+        )
+        found.append(drift.as_json())
+        if not options.json:
+            text = (
+                f"{drift.sampler}: {drift.verdict()}"
+                if options.quiet
+                else drift.summary(plain=plain_output())
+            )
+            print(text if len(found) == 1 or options.quiet else f"\n{text}", flush=True)
+    if options.json:
+        print(json.dumps({"problem": problem, "samplers": found}, indent=2))
+    if problem:
+        print(f"trueup: {problem}", file=sys.stderr)
+    return 2 if problem else 0
 
 
 def inspect(options: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from trueup.files import write
 from trueup.hf import Decoder, as_decoder, find_decoder
 from trueup.metrics import Reference, load_features
 from trueup.sampling import DPMSolver, as_solver, sample_batches
-from trueup.sampling.draw import Solver, check_labels, count_evaluations
+from trueup.sampling.draw import Solver, check_labels, count_evaluations, find_trajectory
 from trueup.sampling.store import Output
 
 
@@ -33,6 +33,14 @@ def sample(options: argparse.Namespace) -> int:
     calibration = load(options.calibration) if options.calibration is not None else None
     if calibration is not None:
         attach(denoiser, calibration).remove()  # or say now that it does not fit
+    trajectory = find_trajectory(calibration, solver, options.nfe, options.guidance, options.trajectory)
+    if (
+        calibration is not None
+        and calibration.trajectories
+        and not (trajectory or options.trajectory is False)
+    ):
+        there = "; ".join(str(made.sampler) for made in calibration.trajectories)
+        say(options, f"note: no trajectory for this sampler, only for {there}: it is corrected without")
     decode = _decoder(options, denoiser)
     settings = {
         **denoiser.identity(),
@@ -44,6 +52,8 @@ def sample(options: argparse.Namespace) -> int:
         "decoder": None if decode is None else decode.identity,
         "calibration": None if calibration is None else calibration.identity,
     }
+    if trajectory is not None:
+        settings["trajectory"] = trajectory.identity
     if decode is None and denoiser.data_range is None and options.output.suffix != ".npz":
         raise TrueupError(
             "these samples are latents: write them to a .npz file, or pass the --vae they are of"
@@ -61,6 +71,7 @@ def sample(options: argparse.Namespace) -> int:
         labels=options.labels,
         guidance=options.guidance,
         null_label=options.null_label,
+        trajectory=trajectory is not None,
         seed=options.seed,
         batch_size=options.batch_size,
         progress=progress(options),
@@ -69,6 +80,7 @@ def sample(options: argparse.Namespace) -> int:
     output.finish()
     made = "its own number of" if evaluations is None else str(evaluations)
     how = "uncalibrated" if calibration is None else f"calibrated ({options.calibration})"
+    how += " and kept on its trajectory" if trajectory is not None else ""
     if options.json:
         more = {"output": str(options.output), "samples": options.samples, "evaluations": evaluations}
         print(json.dumps({**settings, **more}, indent=2))
@@ -118,6 +130,7 @@ def evaluate(options: argparse.Namespace) -> int:
         labels=options.labels,
         guidance=options.guidance,
         null_label=options.null_label,
+        trajectory=options.trajectory,
         decode=decode,
         seed=options.seed,
         batch_size=options.batch_size,

@@ -21,8 +21,9 @@ from trueup.estimate.shrink import effective_columns, kernel_weights, noise_corr
 from trueup.estimate.statistics import mean_and_error, squared_norm, trapezoid_weights
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess
+from trueup.trajectory.marginals import band_variance
 
-FAMILIES = ("shift", "spectral")
+FAMILIES = ("shift", "spectral", "none")
 ESTIMATORS = ("plain", "paired", "regressed", "shrunk")
 PAIRED_FOLDS = (
     1.5  # fold f scores what g fitted and g what f fitted: between 1 (all signal) and 2 (all noise)
@@ -172,6 +173,7 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
         estimator=estimator,
         data_mean=moments.data_first / max(moments.data_rows, 1),
         data_variance=_data_variance(moments),
+        data_variance_se=_data_variance_error(moments),
         data_images=moments.data_rows,
         data_fingerprint=f"{moments.data_digest:016x}",
         provenance=dict(moments.provenance),
@@ -207,6 +209,8 @@ def _estimate(
     """Slopes and mean residual, shrunk and smoothed where operators are given; equations 14 to 18 and 21."""
     moments = centred.moments
     a, d = _no_slopes(moments)
+    if family == "none":
+        return Correction(moments.lam, torch.zeros_like(moments.first[0, :, 0]), a, d, moments.bands)
     if family == "spectral" and moments.images > 2:
         innovation, on_u, rho = slopes(centred)
         a, on_input = innovation.value, on_u.value
@@ -298,3 +302,17 @@ def _data_variance(moments: Moments) -> Tensor:
     mean = moments.data_first / n
     power = moments.data_second / n - moments.bands.sum(mean.square())
     return power.clamp_min(0.0) / moments.bands.sizes * (n / max(n - 1, 1))
+
+
+def _data_variance_error(moments: Moments) -> Tensor:
+    """Standard error of the data's variance, (C, bands), from the scatter of folds.
+
+    Moments hold no sums of x0 by fold, but x0 = (sigma/alpha) (u - eps_hat + residual) at any level.
+    """
+    scale = float(moments.sigma[0] / moments.alpha[0])
+    r, o, u = (moments.first[:, 0, i] for i in range(3))  # (F, C, K)
+    rr, ro, ru, oo, ou, uu = (moments.second[:, 0, i] for i in range(6))  # (F, C, bands)
+    first, second = scale * (u - o + r), scale**2 * (uu + oo + rr - 2 * ou + 2 * ru - 2 * ro)
+    mean = first.sum(0) / moments.rows.sum()
+    _, error = band_variance(moments.bands, mean, first, second, moments.rows)
+    return error * (moments.images / max(moments.data_rows, 1)) ** 0.5

@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
 from trueup.parametrization import Parametrization
 from trueup.process import ContinuousVP, DiscreteVP, NoiseProcess
 from trueup.sampling.grid import GRIDS, between, from_unit
 from trueup.sampling.network import Network
+from trueup.trajectory.states import Adjust, States
 
 ALLOCATIONS = ("fast", "fixed", "adaptive")
 _COARSE_END, _FINE_END, _FINE_FROM = 1e-3, 1e-4, 15  # end time below 15 evaluations, and from there on
@@ -196,14 +198,40 @@ class DPMSolver:
             runs.append(between(self.grid, process, edges[:-1][steps], edges[1:][steps], order))
         return _to_whole_times(runs, process) if whole_times else runs
 
-    def solve(self, network: Network, x: Tensor, nfe: int | None, advance: Callable[[int], None]) -> Tensor:
-        """From x at the process's end to a sample; `advance(k)` is told of every k evaluations."""
+    def settings(self) -> dict[str, Any]:
+        """What tells it apart from other solvers."""
+        kept = ("order", "grid", "allocation", "end")
+        return {"kind": type(self).__name__, **{name: getattr(self, name) for name in kept}}
+
+    def budget(self, nfe: int) -> int:
+        """The number of evaluations its steps depend on."""
+        return nfe
+
+    def states(self, denoiser: Denoiser, nfe: int, whole_times: bool = False) -> States:
+        """Where its states lie: the end of every step (what it evaluates within one is no sample of x_t)."""
+        steps = torch.cat([run[:, [0, -1]] for run in self.plan(denoiser.process, nfe, whole_times)])
+        levels = Levels.at(denoiser.process, steps[:, 1])
+        return States(steps[:, 0], levels.log_alpha.exp(), levels.sigma)
+
+    def solve(
+        self,
+        network: Network,
+        x: Tensor,
+        nfe: int | None,
+        advance: Callable[[int], None],
+        *,
+        adjust: Adjust | None = None,
+    ) -> Tensor:
+        """From x at the process's end to a sample; `advance(k)` is told of every k evaluations.
+
+        adjust(i, state) may change state i, of those that `states` lists.
+        """
         if self.adaptive:
             from trueup.sampling.adaptive import solve
 
             return solve(self, network, x, advance)
         assert nfe is not None
-        for step in self._steps(network, nfe, x):
+        for i, step in enumerate(self._steps(network, nfe, x)):
             state = x
             first: Tensor | None = None
             for t, (on_output, on_x), w in zip(*step, strict=True):
@@ -216,7 +244,7 @@ class DPMSolver:
                     state = torch.add(x * w[0], first, alpha=w[1] + w[2])
                 else:
                     state = torch.add(x * w[0], first, alpha=w[1]).add_(latest, alpha=w[2])
-            x = state
+            x = state if adjust is None else adjust(i, state)
         return x
 
     def _steps(self, network: Network, nfe: int, x: Tensor) -> Iterator[_Step]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from trueup.artifact import load
 from trueup.attachment import attach
 from trueup.calibration import Calibration
 from trueup.denoiser import Denoiser
@@ -26,6 +27,8 @@ from trueup.process import EDM, ContinuousVP, DiscreteVP, NoiseProcess
 from trueup.sampling.dpm_solver import DPMSolver
 from trueup.sampling.network import Network, takes_whole_times_only
 from trueup.sampling.schedulers import SchedulerSolver, unknown
+from trueup.trajectory.maps import Sampler, Trajectory, choose, find
+from trueup.trajectory.states import Adjust
 
 STARTING_NOISE = -1  # the noise key of x_T
 Solver = DPMSolver | SchedulerSolver
@@ -64,6 +67,7 @@ def sample(
     labels: Any = None,
     guidance: float = 1.0,
     null_label: Any = None,
+    trajectory: bool | None = None,
     seed: int = 0,
     batch_size: int | None = None,
     scheduler: Any = None,
@@ -77,7 +81,9 @@ def sample(
 
     solver: see `as_solver`. nfe: how many evaluations of the network it may make, per image; some solvers
     make fewer. labels: for a conditional network, one for all or a sequence that image i takes label i of,
-    over and over. guidance: classifier-free guidance's scale, with the label that means none.
+    over and over. guidance: classifier-free guidance's scale, with the label that means none. trajectory:
+    whether to keep the sampler's states on the marginals (see `calibrate_sampler`); by default where the
+    calibration knows how for this sampler; True insists on it.
     """
     batches = sample_batches(
         model,
@@ -89,6 +95,7 @@ def sample(
         labels=labels,
         guidance=guidance,
         null_label=null_label,
+        trajectory=trajectory,
         seed=seed,
         batch_size=batch_size,
         scheduler=scheduler,
@@ -110,6 +117,7 @@ def sample_batches(
     labels: Any = None,
     guidance: float = 1.0,
     null_label: Any = None,
+    trajectory: bool | None = None,
     seed: int = 0,
     batch_size: int | None = None,
     scheduler: Any = None,
@@ -123,15 +131,11 @@ def sample_batches(
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise TrueupError(f"{name} is a whole number of at least {least}, not {value!r}")
     chosen = as_solver(solver, denoiser, grid)
-    classes = check_labels(denoiser, labels, guidance)
+    network = network_for(denoiser, chosen, nfe, labels, guidance, null_label, batch_size)
+    classes = network.y
     evaluations = count_evaluations(chosen, nfe, denoiser, classes)
-    network = Network(
-        denoiser,
-        guidance=guidance,
-        null_label=_null_label(denoiser, guidance, null_label),
-        at_once=batch_size or 4 * default_batch_size(denoiser),
-        whole_times=takes_whole_times_only(denoiser, classes),
-    )
+    calibration = load(calibration) if isinstance(calibration, (str, PathLike)) else calibration
+    adjust = find_trajectory(calibration, chosen, nfe, guidance, trajectory)
     attached = attach(denoiser, calibration) if calibration is not None else nullcontext()
     show = sys.stderr.isatty() if progress is None else progress
     total = None if evaluations is None else evaluations * (count - start)
@@ -143,11 +147,56 @@ def sample_batches(
             for first in range(start, count, size):
                 index = torch.arange(first, min(first + size, count))
                 if classes is not None:
-                    network.y = classes[index % len(classes)].to(denoiser.device)
+                    network.y = classes[index % len(classes)]
                 advance = partial(_advance, bar, len(index))
-                yield index, _draw(chosen, network, index, seed, nfe, advance)
+                yield index, draw(chosen, network, index, seed, nfe, advance, adjust)
 
     return batches()
+
+
+def network_for(
+    denoiser: Denoiser,
+    solver: Solver,
+    nfe: int | None,
+    labels: Any = None,
+    guidance: float = 1.0,
+    null_label: Any = None,
+    batch_size: int | None = None,
+) -> Network:
+    """The network as a solver calls it, everything checked; its `y` are the labels to go round in."""
+    classes = check_labels(denoiser, labels, guidance)
+    count_evaluations(solver, nfe, denoiser, classes)
+    network = Network(
+        denoiser,
+        guidance=guidance,
+        null_label=_null_label(denoiser, guidance, null_label),
+        at_once=batch_size or 4 * default_batch_size(denoiser),
+        whole_times=takes_whole_times_only(denoiser, classes),
+    )
+    network.y = None if classes is None else classes.to(denoiser.device)
+    return network
+
+
+def find_trajectory(
+    calibration: Calibration | None,
+    solver: Solver,
+    nfe: int | None,
+    guidance: float = 1.0,
+    wanted: bool | None = None,
+) -> Trajectory | None:
+    """The trajectory to apply: the one for this sampler; wanted: True insists on it, False wants none."""
+    if wanted is False or (wanted is None and (calibration is None or not calibration.trajectories)):
+        return None
+    if calibration is None:
+        raise TrueupError("a trajectory is part of a calibration: pass one")
+    if nfe is None or solver.adaptive:
+        if wanted:
+            raise TrueupError(f"{solver.name} chooses its own steps: there are no trajectories for it")
+        return None
+    sampler = Sampler.of(solver, solver.budget(nfe), guidance)
+    if wanted:
+        return choose(calibration.trajectories, sampler)
+    return find(calibration.trajectories, sampler)
 
 
 def _advance(bar: Any, images: int, evaluations: int) -> None:
@@ -155,19 +204,26 @@ def _advance(bar: Any, images: int, evaluations: int) -> None:
 
 
 @torch.inference_mode()
-def _draw(
-    solver: Solver, network: Network, index: Tensor, seed: int, nfe: int | None, advance: Callable[[int], Any]
+def draw(
+    solver: Solver,
+    network: Network,
+    index: Tensor,
+    seed: int,
+    nfe: int | None,
+    advance: Callable[[int], Any],
+    adjust: Adjust | None = None,
 ) -> Tensor:
+    """One batch of samples, from the noise of their indices."""
     denoiser = network.denoiser
     x = normal(seed, index, STARTING_NOISE, denoiser.shape, denoiser.device)
     x = x.double() if denoiser.dtype == torch.float64 else x  # half precision is for networks alone
     if isinstance(solver, DPMSolver):
         process = denoiser.process
-        x = solver.solve(network, x * prior_std(process), nfe, advance)
+        x = solver.solve(network, x * prior_std(process), nfe, advance, adjust=adjust)
         if isinstance(process, EDM):  # whose networks see x_t scaled by c_in
             x = x / float(process.alpha(solver.end_time(process, nfe)))
     else:
-        x = solver.solve(network, x, nfe, advance, seed=seed, index=index)
+        x = solver.solve(network, x, nfe, advance, seed=seed, index=index, adjust=adjust)
     if not torch.isfinite(x).all():
         raise ModelError(
             f"{solver.name} ran into values that are not finite: use more evaluations, or another solver"

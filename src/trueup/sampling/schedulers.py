@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from trueup.noise import normal
 from trueup.process import EDM, DiscreteVP, Flow
 from trueup.sampling.network import Network
 from trueup.schedules import schedule
+from trueup.trajectory.states import Adjust, States
 
 # What people call them: the class, and what it is set to.
 NAMES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -154,26 +156,80 @@ class SchedulerSolver:
         *,
         seed: int,
         index: Tensor,
+        adjust: Adjust | None = None,
     ) -> Tensor:
-        """From standard normal x to samples; image i's noise depends on the seed and on i alone."""
+        """From standard normal x to samples; image i's noise depends on the seed and on i alone.
+
+        adjust(i, state) may change state i, of those that `states` lists.
+        """
         assert nfe is not None
         scheduler = self._set(nfe)
         times = scheduler.timesteps  # kept on the CPU: a scheduler that looks one up must not wait for a GPU
-        variance = type(scheduler).__name__ in _LEARNED_VARIANCE and str(
-            scheduler.config.get("variance_type")
-        ).startswith("learned")
+        variance = _uses_learned_variance(scheduler)
         x = x * float(getattr(scheduler, "init_noise_sigma", 1.0))
-        noise = _Noise(seed, index)
-        for t, at in zip(times, _for_network(times, x), strict=True):
-            scaled = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
-            output = network(scaled, at, variance=variance)
-            try:
-                with noise:  # and not around the network, every operation of which it would look at
-                    x = scheduler.step(output, t, x, return_dict=False)[0]
-            except (TypeError, ValueError, LookupError, AttributeError) as error:
-                raise TrueupError(f"{self.name} cannot be stepped through: {_line(error)}") from None
+        noise = _Noise(partial(_noise_of_images, seed, index), len(index))
+        for i, (t, at) in enumerate(zip(times, _for_network(times, x), strict=True)):
+            output = network(_scaled(scheduler, x, t), at, variance=variance)
+            x = self._step(scheduler, noise, output, t, x)
+            if adjust is not None:
+                x = adjust(i, x)
             advance(1)
         return x
+
+    def _step(self, scheduler: Any, noise: _Noise, output: Tensor, t: Tensor, x: Tensor) -> Tensor:
+        try:
+            with noise:  # and not around the network, every operation of which it would look at
+                stepped: Tensor = scheduler.step(output, t, x, return_dict=False)[0]
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise TrueupError(f"{self.name} cannot be stepped through: {_line(error)}") from None
+        return stepped
+
+    def settings(self) -> dict[str, Any]:
+        """What tells it apart from other solvers: its class, and of its config what the class knows."""
+        kind = type(self.scheduler)
+        known = inspect.signature(kind).parameters
+        config = {name: value for name, value in self.scheduler.config.items() if name in known}
+        return {"kind": kind.__name__, **config}
+
+    def budget(self, nfe: int) -> int:
+        """The number of evaluations its steps depend on."""
+        return self.evaluations(nfe)
+
+    def states(self, denoiser: Denoiser, nfe: int, whole_times: bool = False) -> States:
+        """Where its states lie, found by stepping through it with data that are a single point.
+
+        All that a network can know of such data it knows, and every solver is exact: the states are
+        alpha x0 + sigma eps to the last digit, in whatever scale the scheduler keeps them.
+        """
+        scheduler, process = self._set(nfe), denoiser.process
+        times = scheduler.timesteps
+        axes = [1] * len(denoiser.shape)
+        alpha, sigma = (f(times.double()).float() for f in (process.alpha, process.sigma))
+        x0, eps = torch.tensor([0.5, 0.0]).reshape(-1, *axes), torch.tensor([0.0, 0.5]).reshape(-1, *axes)
+        noise = _Noise(lambda draw, shape, device: torch.zeros(2, *shape, device=device), 2)
+        x = alpha[0] * x0 + sigma[0] * eps
+        scales: list[float] = []
+        for i, t in enumerate(times):
+            scales.append(float(_scaled(scheduler, torch.ones_like(x), t).flatten()[0]))
+            if i == 0:
+                x = x / scales[0]
+            elif not torch.allclose(x[0] * scales[i], alpha[i] * x0[0], rtol=0.02, atol=1e-3):
+                raise TrueupError(
+                    f"the states of {self.name} are not where its timesteps say: nothing is known of them"
+                )
+            scaled = x * scales[i]
+            known = (scaled - alpha[i] * x0) / sigma[i]
+            output = denoiser.parametrization.target(x0, known, alpha[i], sigma[i])
+            if _uses_learned_variance(scheduler):
+                output = torch.cat([output, torch.zeros_like(output)], 1)
+            x = self._step(scheduler, noise, output, t, x)
+        scale = torch.tensor(scales[1:] + [1.0], dtype=torch.float64)
+        last = [(x.flatten()[row].double() / 0.5).abs().reshape(1) for row in (0, 1)]
+        return States(
+            times.double(),
+            torch.cat([process.alpha(times[1:].double()), last[0]]) / scale,
+            torch.cat([process.sigma(times[1:].double()), last[1]]) / scale,
+        )
 
 
 def _for_network(times: Tensor, x: Tensor) -> Tensor:
@@ -181,11 +237,11 @@ def _for_network(times: Tensor, x: Tensor) -> Tensor:
 
 
 class _Noise(TorchFunctionMode):
-    """Inside, `torch.randn` of a whole batch is the noise of its images: whatever else is in the batch."""
+    """Inside, `torch.randn` of a whole batch is `noise(draw, shape, device)`, draw by draw."""
 
-    def __init__(self, seed: int, index: Tensor):
+    def __init__(self, noise: Callable[[int, tuple[int, ...], torch.device], Tensor], images: int):
         super().__init__()
-        self.seed, self.index, self.draws = seed, index, 0
+        self.noise, self.images, self.draws = noise, images, 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -194,12 +250,30 @@ class _Noise(TorchFunctionMode):
         if func is not torch.randn:
             return func(*args, **options)
         shape = options.get("size", args[0] if args and not isinstance(args[0], int) else args)
-        if not shape or shape[0] != len(self.index):
+        if not shape or shape[0] != self.images:
             return func(*args, **options)
-        self.draws += 1
         device = torch.device(options.get("device") or "cpu")
-        noise = normal(self.seed, self.index, _FIRST_DRAW - self.draws + 1, tuple(shape[1:]), device)
+        noise = self.noise(self.draws, tuple(shape[1:]), device)
+        self.draws += 1
         return noise.to(options.get("dtype") or torch.get_default_dtype())
+
+
+def _noise_of_images(seed: int, index: Tensor, draw: int, shape: tuple[int, ...], device: Any) -> Tensor:
+    """Noise that belongs to the images, whatever else is in the batch."""
+    return normal(seed, index, _FIRST_DRAW - draw, shape, device)
+
+
+def _scaled(scheduler: Any, x: Tensor, t: Tensor) -> Tensor:
+    """A state as the network is shown it."""
+    if not hasattr(scheduler, "scale_model_input"):
+        return x
+    scaled: Tensor = scheduler.scale_model_input(x, t)
+    return scaled
+
+
+def _uses_learned_variance(scheduler: Any) -> bool:
+    kind = str(scheduler.config.get("variance_type"))
+    return type(scheduler).__name__ in _LEARNED_VARIANCE and kind.startswith("learned")
 
 
 class _Quiet:

@@ -1,8 +1,8 @@
-"""Makes v1.trueup.safetensors, the file that every later version must keep reading.
+"""Makes v2.trueup.safetensors, the file that every later version must keep reading.
 
-    python tests/data/make_v1.py
+    python tests/data/make_v2.py
 
-It is kept for what it was when format 1 was fixed: do not make it again for a newer format, add another.
+It is kept for what it was when format 2 was fixed: do not make it again for a newer format, add another.
 Every number is exact in float32; tests/test_artifact.py repeats them.
 """
 
@@ -17,8 +17,10 @@ from trueup.bands import Bands
 from trueup.calibration import Calibration, Evidence
 from trueup.correction import Correction
 from trueup.process import VE
+from trueup.trajectory import Sampler, States, Trajectory
+from trueup.trajectory.maps import EVIDENCE
 
-PATH = Path(__file__).with_name("v1.trueup.safetensors")
+PATH = Path(__file__).with_name("v2.trueup.safetensors")
 
 
 def calibration() -> Calibration:
@@ -48,6 +50,22 @@ def calibration() -> Calibration:
         bound_gain=(2.5, 0.125),
         shift_bound_gain=(1.5, 0.5, math.nan),
     )
+    states = States(*(torch.tensor(v, dtype=torch.float64) for v in ([2.0, 1.0], [1.0, 1.0], [0.5, 0.125])))
+    gain = torch.ones(2, 1, bands.count, dtype=torch.float64)
+    gain[0, 0, 0], gain[1, 0, -1] = 0.5, 2.0
+    shift = torch.zeros(2, 1, 16, dtype=torch.float64)
+    shift[0, 0, 0] = 0.25
+    proof = {name: torch.full((2, bands.count), 3.0, dtype=torch.float64) for name in EVIDENCE}
+    mean = torch.arange(16, dtype=torch.float64).reshape(1, 16) / 16
+    singlestep = {"kind": "DPMSolver", "order": 3, "grid": "logsnr", "allocation": "fast", "end": None}
+    ddim = {"kind": "DDIMScheduler", "clip_sample": False}
+    origin = {"seed": 7, "labels": None}
+    trajectories = (
+        Trajectory(
+            Sampler("dpm-solver-3", 2, singlestep), states, bands, mean, shift, gain, proof, 64, origin
+        ),
+        Trajectory(Sampler("ddim", 2, ddim, 2.0), states, bands, mean, 0 * shift, gain**0, proof, 64, origin),
+    )
     return Calibration(
         correction=Correction(process.lam(t), b, gains, -gains / 2, bands),
         t=t,
@@ -55,8 +73,9 @@ def calibration() -> Calibration:
         evidence=evidence,
         family="spectral",
         estimator="shrunk",
-        data_mean=torch.arange(16, dtype=torch.float64).reshape(1, 16) / 16,
+        data_mean=mean,
         data_variance=torch.full((1, bands.count), 0.25, dtype=torch.float64),
+        data_variance_se=torch.full((1, bands.count), 0.0625, dtype=torch.float64),
         data_images=64,
         data_fingerprint="0123456789abcdef",
         provenance={
@@ -69,6 +88,7 @@ def calibration() -> Calibration:
             "antithetic": False,
             "transform": {"resize": None, "crop": None, "flip": False},
         },
+        trajectories=trajectories,
     )
 
 

@@ -1,0 +1,168 @@
+"""A sampler's trajectory correction: an affine map per state, channel and band, and what it is for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trueup.bands import Bands
+from trueup.errors import MismatchError
+from trueup.trajectory.states import States
+
+EVIDENCE = ("before", "before_se", "after", "after_se")  # (S, bands): the miss of held-out trajectories, nats
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What a trajectory belongs to: the solver with its settings, the evaluations, the guidance."""
+
+    name: str
+    nfe: int
+    settings: dict[str, Any] = field(default_factory=dict)  # plain values, as JSON keeps them
+    guidance: float = 1.0
+
+    @classmethod
+    def of(cls, solver: Any, nfe: int, guidance: float = 1.0) -> Sampler:
+        """The sampler that `solver` makes with `nfe` evaluations."""
+        settings = json.loads(json.dumps(solver.settings(), default=str))
+        return cls(solver.name, nfe, settings, float(guidance))
+
+    def __str__(self) -> str:
+        grid = f" ({self.settings['grid']})" if "grid" in self.settings else ""
+        guided = f", guidance {self.guidance:g}" if self.guidance != 1.0 else ""
+        return f"{self.name}{grid} at {self.nfe} evaluations{guided}"
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "solver": self.name,
+            "nfe": self.nfe,
+            "guidance": self.guidance,
+            "settings": self.settings,
+        }
+
+    def differences(self, other: Sampler) -> list[str]:
+        """In what two samplers differ; their names do not count."""
+        found = [] if self.nfe == other.nfe else ["number of evaluations"]
+        if self.guidance != other.guidance:
+            found.append("guidance")
+        names = {*self.settings, *other.settings}
+        return found + [n for n in sorted(names) if self.settings.get(n) != other.settings.get(n)]
+
+
+@dataclass(eq=False, repr=False)
+class Trajectory:
+    """x -> mu + gain (x - mu - shift) for every state i, mu = alpha_i E[x0], in the DCT (equation 35)."""
+
+    sampler: Sampler
+    states: States
+    bands: Bands
+    mean: Tensor  # (C, K) DCT of E[x0]
+    shift: Tensor  # (S, C, K)
+    gain: Tensor  # (S, C, bands)
+    evidence: dict[str, Tensor]  # see EVIDENCE
+    trajectories: int
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._ready: dict[tuple[Any, ...], list[tuple[Tensor, Tensor] | None]] = {}
+
+    def __repr__(self) -> str:
+        return f"<{self.summary()}>"
+
+    def summary(self) -> str:
+        """What it is for and what it does, in a line."""
+        text = f"trajectory of {self.sampler}"
+        before, after = (self._miss(name) for name in ("before", "after"))
+        if self.empty:
+            return f"{text}: its samples miss the data's moments by {before}, nothing is corrected"
+        changed = sum(not self._identity(i) for i in range(len(self.states)))
+        return (
+            f"{text}: {changed} of {len(self.states)} states corrected; samples missed the data's moments by "
+            f"{before}, now by {after} nats"
+        )
+
+    def _miss(self, name: str) -> str:
+        """The miss of the samples, bands taken to err together."""
+        value, error = (float(self.evidence[part][-1].sum()) for part in (name, f"{name}_se"))
+        return f"{value:.3g} ± {2 * error:.1g}"
+
+    @property
+    def identity(self) -> str:
+        """A short hash of what it does: the same for a trajectory and what was loaded from its file."""
+        digest = hashlib.blake2b(digest_size=8)
+        for part in (self.shift, self.gain, self.states.alpha, self.mean):
+            digest.update(part.to(torch.float32).contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    @property
+    def empty(self) -> bool:
+        """Whether it changes no state."""
+        return all(self._identity(i) for i in range(len(self.states)))
+
+    def _identity(self, i: int) -> bool:
+        return not self.shift[i].any() and bool((self.gain[i] == 1).all())
+
+    def __call__(self, i: int, x: Tensor) -> Tensor:
+        """State i (B, C, *spatial) with its moments restored, in its own dtype."""
+        key = (x.device, torch.float64 if x.dtype == torch.float64 else torch.float32)
+        if key not in self._ready:
+            self._ready[key] = [self._tables(i, *key) for i in range(len(self.states))]
+        tables = self._ready[key][i]
+        if tables is None:
+            return x
+        gain, offset = tables
+        return (self.bands.idct(gain * self.bands.dct(x.to(key[1]))) + offset).to(x.dtype)
+
+    def at_step(self, i: int, t: float, x: Tensor) -> Tensor:
+        """State i of somebody else's loop, which says where step i began; nothing is taken on trust."""
+        if i >= len(self.states) or abs(t - float(self.states.t[i])) > 1e-3 * max(1.0, abs(t)):
+            raise MismatchError(
+                f"step {i} begins at t = {t:g}, that of the trajectory "
+                + (f"at {float(self.states.t[i]):g}" if i < len(self.states) else "does not exist")
+                + ": it was made for other timesteps"
+            )
+        shape = (len(self.mean), *self.bands.spatial)
+        if tuple(x.shape[1:]) != shape:
+            raise MismatchError(f"the trajectory is of states of shape {shape}, not {tuple(x.shape[1:])}")
+        return self(i, x)
+
+    def _tables(self, i: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """The map as gain (C, *spatial) on the DCT and an image to add."""
+        if self._identity(i):
+            return None
+        with torch.inference_mode(False):
+            gain = self.bands.spread(self.gain[i].double())
+            mu = self.states.alpha[i] * self.mean.double()
+            offset = mu - gain * (mu + self.shift[i].double())
+            shape = (-1, *self.bands.spatial)
+            return gain.reshape(shape).to(device, dtype), self.bands.idct(offset.reshape(shape)).to(
+                device, dtype
+            )
+
+
+def find(trajectories: Sequence[Trajectory], sampler: Sampler) -> Trajectory | None:
+    """The trajectory for a sampler, if there is one."""
+    return next((made for made in trajectories if not made.sampler.differences(sampler)), None)
+
+
+def choose(trajectories: Sequence[Trajectory], sampler: Sampler) -> Trajectory:
+    """The trajectory for a sampler, or an error that says which there are."""
+    if not trajectories:
+        raise MismatchError(f"no trajectory for {sampler}: this calibration has none (see calibrate_sampler)")
+    found = find(trajectories, sampler)
+    if found is not None:
+        return found
+    nearest = min(trajectories, key=lambda made: len(made.sampler.differences(sampler)))
+    differences = nearest.sampler.differences(sampler)
+    there = "; ".join(str(made.sampler) for made in trajectories)
+    hint = ""
+    if not {"number of evaluations", "guidance", "kind"} & {*differences}:
+        hint = f"; that of {nearest.sampler} was made with another {' and another '.join(differences)}"
+    raise MismatchError(f"no trajectory for {sampler}: this calibration has those of {there}{hint}")

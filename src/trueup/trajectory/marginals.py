@@ -1,0 +1,81 @@
+"""What the moments of x_t should be: known from the data alone, at any noise level."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trueup.bands import Bands
+from trueup.data import Samples
+from trueup.errors import DataError
+
+FEWEST_IMAGES = 20
+_FOLDS = 16
+_LEAST = 1e-8  # variance of a coefficient that never changes: far below what 8 bits can tell
+
+
+@dataclass(eq=False, repr=False)
+class Marginals:
+    """Moments of the data, and with them those of x_t = alpha x0 + sigma eps (equation 34)."""
+
+    bands: Bands
+    mean: Tensor  # (C, K) DCT of E[x0]
+    variance: Tensor  # (C, bands) of one coefficient
+    variance_se: Tensor  # (C, bands)
+    images: int
+
+    @classmethod
+    def of_data(cls, samples: Samples, images: int | None = None, batch_size: int = 64) -> Marginals:
+        """From images, no network involved."""
+        bands = Bands(samples.shape[1:])
+        channels, size = samples.shape[0], len(bands.index.flatten())
+        first = torch.zeros(_FOLDS, channels, size, dtype=torch.float64)
+        second = torch.zeros(_FOLDS, channels, bands.count, dtype=torch.float64)
+        rows = torch.zeros(_FOLDS, dtype=torch.float64)
+        for batch in samples.batches(batch_size, limit=images):
+            z = bands.dct(batch.x0.double().cpu()).flatten(2)  # (B, C, K)
+            fold = batch.index % _FOLDS
+            first.index_add_(0, fold, z)
+            second.index_add_(0, fold, bands.sum(z.square()))
+            rows.index_add_(0, fold, torch.ones(len(z), dtype=torch.float64))
+        count = int(rows.sum())
+        if count < FEWEST_IMAGES:
+            raise DataError(too_few(count))
+        mean = first.sum(0) / count
+        used = rows > 0
+        variance, error = band_variance(bands, mean, first[used], second[used], rows[used])
+        return cls(bands, mean, variance, error, count)
+
+    def at(self, alpha: float, sigma: float) -> tuple[Tensor, Tensor]:
+        """Mean (C, K) and variance (C, bands) of x_t."""
+        return alpha * self.mean, (alpha**2 * self.variance + sigma**2).clamp_min(_LEAST)
+
+    def errors_at(self, alpha: float) -> tuple[Tensor, Tensor]:
+        """How well the data say so: variance of a coefficient of the mean, and that of the variance."""
+        return alpha**2 * self.variance / self.images, (alpha**2 * self.variance_se).square()
+
+
+def too_few(images: int) -> str:
+    """What to say of data that are too few."""
+    return f"the moments of {images} images are not those of the data: use {FEWEST_IMAGES} or more"
+
+
+def band_variance(
+    bands: Bands, mean: Tensor, first: Tensor, second: Tensor, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Variance of a coefficient, by channel and band, and its standard error, from sums by fold.
+
+    first (F, C, K), second (F, C, bands), rows (F,). Of few folds the error is that of Gaussian data.
+    """
+    count = rows.sum()
+    # Sum over a fold of (z - mean)^2; the mean is that of all, which costs one degree of freedom.
+    square = second - 2 * bands.sum(mean * first) + rows.reshape(-1, 1, 1) * bands.sum(mean**2)
+    square = square / bands.sizes * (count / (count - 1).clamp_min(1))
+    variance = square.sum(0) / count
+    folds = len(rows)
+    if folds < 4:
+        return variance, variance * (2 / count).sqrt()
+    scatter = (square - rows.reshape(-1, 1, 1) * variance).square().sum(0) * folds / (folds - 1)
+    return variance, scatter.sqrt() / count
