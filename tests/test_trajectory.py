@@ -447,3 +447,30 @@ def test_measure_is_unbiased_where_nothing_is_off():
     ]
     mean, error = torch.tensor(values).mean(), torch.tensor(values).std() / 60**0.5
     assert abs(float(mean)) < 3 * float(error)
+
+
+@pytest.mark.parametrize(
+    ("process", "kind", "name", "nfe"),
+    [
+        (Flow(1000), "flow", "flow-euler", 6),
+        (Flow(1000), "flow", "dpm-solver-2", 6),
+        (EDM(), trueup.Parametrization("edm", sigma_data=0.5), "edm-euler", 10),
+        (EDM(), trueup.Parametrization("edm", sigma_data=0.5), "dpm-solver-2", 8),
+        (DiscreteVP.linear(), "velocity", "heun", 9),
+    ],
+    ids=lambda value: value if isinstance(value, (str, int)) else type(value).__name__,
+)
+def test_other_processes_and_scales(gaussian, process, kind, name, nfe):
+    denoiser = gaussian.denoiser(process, kind)
+    middle = [process.t_min + share * (process.t_max - process.t_min) for share in (0.2, 0.8)]
+    cal = trueup.calibrate(denoiser, gaussian.sample(1000), images=None, levels=middle, progress=False)
+    made = trueup.calibrate_sampler(denoiser, cal, solver=name, nfe=nfe, progress=False)
+    trajectory = made.trajectories[0]
+    assert not trajectory.empty
+    x, y = (
+        trueup.sample(denoiser, 1000, solver=name, nfe=nfe, calibration=made, trajectory=wanted).double()
+        - gaussian.means[0].double()
+        for wanted in (True, False)
+    )
+    assert float(x.std()) == pytest.approx(STD, rel=0.05)
+    assert abs(math.log(float(x.std()) / STD)) < 0.5 * abs(math.log(float(y.std()) / STD))

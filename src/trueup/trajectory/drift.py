@@ -56,10 +56,9 @@ class Drift:
         ratios = self.misses[-1].ratio.mean(0)
         band = int(self.nats[-1].argmax())
         per_dim = last / float(self.bands.sizes.sum() * len(self.misses[-1].ratio))
-        return (
-            f"its samples miss the data's moments by {last:.3g} ± {2 * error:.1g} nats ({per_dim:.2g} per "
-            f"dimension), most at {self._frequency(band)}: {float(ratios[band]):.2g} times their spread"
-        )
+        short = f"where the standard deviation is {float(ratios[band]):.2g} of the data's"
+        by = f"{last:.3g} ± {2 * error:.2g} nats ({per_dim:.2g} per dimension)"
+        return f"its samples miss the data's moments by {by}, most at {self._frequency(band)}, {short}"
 
     def _frequency(self, band: int) -> str:
         """A band in words: its wavelength in pixels."""

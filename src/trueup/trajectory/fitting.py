@@ -3,9 +3,9 @@
 The miss is stated as a divergence. Per channel and band, the Gaussian with the states' moments (mean m,
 variance S) differs from the one with the data's (mean mu, variance T) by
 
-    sum over coefficients of  |m - mu|^2 / 2T  +  (S/T - 1 - log S/T) / 2    nats                (36)
+    sum over coefficients of  |m - mu|^2 / 2T  +  (S/T - 1 - log S/T) / 2    nats
 
-which is what the map x -> mu + g (x - mu - delta) brings to zero with delta = m - mu and g^2 = T/S.
+(equation 36), which is what x -> mu + g (x - mu - delta) brings to zero with delta = m - mu and g^2 = T/S.
 """
 
 from __future__ import annotations

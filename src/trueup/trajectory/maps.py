@@ -91,7 +91,7 @@ class Trajectory:
     def _miss(self, name: str) -> str:
         """The miss of the samples, bands taken to err together."""
         value, error = (float(self.evidence[part][-1].sum()) for part in (name, f"{name}_se"))
-        return f"{value:.3g} ± {2 * error:.1g}"
+        return f"{value:.3g} ± {2 * error:.2g}"
 
     @property
     def identity(self) -> str:
