@@ -298,7 +298,7 @@ def test_damaged_and_newer_artifacts(model, images, tmp_path):
     refused(trueup_command("inspect", out), "x.trueup.safetensors")
     out.write_bytes(good[:-9] + bytes([good[-9] ^ 4]) + good[-8:])
     refused(trueup_command("inspect", out), "checksum")
-    newer = good.replace(b'\\"format\\": 1', b'\\"format\\": 9')
+    newer = good.replace(b'\\"format\\": 2', b'\\"format\\": 9')
     assert newer != good
     out.write_bytes(newer)
     refused(trueup_command("inspect", out), "format 9", "upgrade trueup")
@@ -337,7 +337,7 @@ def test_places_that_cannot_be_written(model, images, tmp_path):
         (["--device", "abacus"], "invalid choice"),
         (["--data-range", "1,0"], "LOW must be below HIGH"),
         (["--data-range", "low"], "is not LOW,HIGH"),
-        (["--family", "none"], "invalid choice"),
+        (["--family", "cubic"], "invalid choice"),
         (["--frobnicate"], "unrecognized arguments"),
     ],
 )

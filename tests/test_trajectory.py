@@ -270,7 +270,7 @@ def test_calibrated_samplers_end_with_the_moments_of_the_data(gaussian, exact, c
     after = trueup.check_sampler(exact, made, solver=name, nfe=nfe, progress=False)
     last = len(before.misses) - 1
     assert before.total(last)[0] > 5 * before.total(last)[1]
-    assert after.total(last)[0] < max(0.1 * before.total(last)[0], 3 * after.total(last)[1])
+    assert after.total(last)[0] < max(0.2 * before.total(last)[0], 3 * after.total(last)[1])
     # And on what anybody can see: samples of another seed.
     x = trueup.sample(exact, 2000, solver=name, nfe=nfe, calibration=made, progress=False)
     x = x.double() - gaussian.means[0].double()
