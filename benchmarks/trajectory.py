@@ -14,6 +14,7 @@ other noise than the samples it is judged by.
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 import torch
@@ -81,17 +82,17 @@ def full_table(setting: Setting, entry: dict) -> list[list[str]]:
     rows[0] += [f"W1 {head or 'uncalibrated'}" for head in heads]
     for nfe in setting.options.nfe:
         for solver in setting.options.solvers:
-            calibrations = {
-                "": None,
-                "shift": setting.calibrations["shift"],
-                "spectral": setting.calibrations["spectral"],
-                "trajectory": setting.with_trajectory("none", solver, nfe),
-                "spectral + trajectory": setting.with_trajectory("spectral", solver, nfe),
+            makers = {
+                "": lambda *_: None,
+                "shift": lambda *_: setting.calibrations["shift"],
+                "spectral": lambda *_: setting.calibrations["spectral"],
+                "trajectory": partial(setting.with_trajectory, "none"),
+                "spectral + trajectory": partial(setting.with_trajectory, "spectral"),
             }
             found = {}
             for head in heads:
                 try:
-                    found[head] = setting.judge(calibrations[head], solver, nfe)
+                    found[head] = setting.judge(makers[head](solver, nfe), solver, nfe)
                 except trueup.TrueupError:  # values that are not finite
                     found[head] = None
             both = found["spectral"], found["spectral + trajectory"]

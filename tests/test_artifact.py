@@ -28,7 +28,7 @@ from trueup.calibration import Calibration, Evidence
 from trueup.correction import Correction
 from trueup.errors import ArtifactError, TrueupError
 from trueup.trajectory import Sampler, States, Trajectory
-from trueup.trajectory.maps import EVIDENCE
+from trueup.trajectory.maps import EVIDENCE, TOTALS
 
 V1, V2 = (Path(__file__).parent / "data" / f"v{n}.trueup.safetensors" for n in (1, 2))
 # By its fields, so that a measurement added to the evidence and forgotten by the file is noticed.
@@ -94,7 +94,7 @@ def make(
             made.data_mean,
             shift,
             normal(2, shape[0], bands.count).exp(),
-            {name: normal(2, bands.count) for name in EVIDENCE},
+            {name: normal(2, *([] if name in TOTALS else [bands.count])) for name in (*EVIDENCE, *TOTALS)},
             64,
             {"seed": 3, "labels": [0, 1]},
         ),
@@ -682,12 +682,17 @@ FORGERIES = {
     # trajectories
     "trajectories not listed": (_set("trajectories", []), "trajectories are not those it lists"),
     "trajectory without tensors": (_again, "trajectories are not those it lists"),
+    "tensor too many in a trajectory": (
+        lambda meta, tensors: tensors.update({"trajectory.0.junk": torch.zeros(1)}),
+        "trajectory.0 has tensors that are not those of a trajectory",
+    ),
+    "error of the variance is negative": (_at("data_variance_se", -1.0), "error of the variance is negative"),
     "trajectory without its gain": (
         lambda meta, tensors: tensors.pop("trajectory.0.gain"),
         "trajectory.0 lacks gain",
     ),
-    "gain of nothing": (_at("trajectory.0.gain", 0.0), "not positive"),
-    "negative level": (_at("trajectory.0.sigma", -1.0), "not positive"),
+    "gain of nothing": (_at("trajectory.0.gain", 0.0), "makes no sense"),
+    "negative level": (_at("trajectory.0.sigma", -1.0), "makes no sense"),
     "states of another number": (_tensor("trajectory.0.alpha", lambda v: v[:1]), "trajectory.0.alpha is"),
     "shift of another shape": (_tensor("trajectory.0.shift", lambda v: v[..., :2]), "trajectory.0.shift is"),
     "shift in half": (
@@ -696,7 +701,7 @@ FORGERIES = {
     ),
     "shift is not finite": (_at("trajectory.0.shift", math.nan), "trajectory.0.shift holds"),
     "no evaluations": (_entry("nfe", 0), "what trajectory.0 is for makes no sense"),
-    "guidance is text": (_entry("guidance", "much"), "could not convert"),
+    "guidance is text": (_entry("guidance", "much"), "what trajectory.0 is for makes no sense"),
     "guidance is not finite": (_entry("guidance", 1e999), "unreadable metadata"),
     "settings are a list": (_entry("settings", []), "what trajectory.0 is for makes no sense"),
     "bands of a trajectory": (_entry("kept_bands", [0, 99]), "kept bands of trajectory.0"),

@@ -151,7 +151,7 @@ def test_image_to_image_is_refused(pipe, calibration, embeddings):
     given["image"] = given.pop("latents")
     with (
         trueup.attach(other, calibration) as calibrated,
-        pytest.raises(MismatchError, match="takes 4 of 5 steps, from an image it was given"),
+        pytest.raises(MismatchError, match="takes 4 of 5 steps, as from an image it was given"),
     ):
         other(**given, strength=0.8, callback_on_step_end=calibrated.on_step_end)
 

@@ -23,6 +23,7 @@ from trueup.errors import ArtifactError, TrueupError
 from trueup.files import write
 from trueup.parametrization import Parametrization
 from trueup.process import from_settings
+from trueup.trajectory.maps import find
 from trueup.trajectory.stored import pack, unpack
 
 FORMAT = 2
@@ -196,9 +197,16 @@ def _build(meta: dict[str, Any], tensors: dict[str, Tensor]) -> Calibration:
     error = (
         tensors["data_variance_se"].double() if meta["format"] > 1 else variance * (2 / max(images, 1)) ** 0.5
     )
-    entries = meta.get("trajectories", [])
+    if (error < 0).any():
+        raise ArtifactError("its error of the variance is negative")
+    entries = meta.get("trajectories", []) if meta["format"] > 1 else []
     if len({name.split(".")[1] for name in of_trajectories}) != len(entries):
         raise ArtifactError("its trajectories are not those it lists")
+    trajectories = tuple(
+        unpack(entry, of_trajectories, f"trajectory.{i}", bands, mean) for i, entry in enumerate(entries)
+    )
+    if any(find(trajectories[:i], made.sampler) for i, made in enumerate(trajectories)):
+        raise ArtifactError("two of its trajectories are for one sampler")
     return Calibration(
         correction=Correction(lam, b, tensors["a"].double(), tensors["d"].double(), bands),
         t=t,
@@ -212,9 +220,7 @@ def _build(meta: dict[str, Any], tensors: dict[str, Tensor]) -> Calibration:
         data_images=images,
         data_fingerprint=str(meta["data_fingerprint"]),
         provenance=provenance,
-        trajectories=tuple(
-            unpack(entry, of_trajectories, f"trajectory.{i}", bands, mean) for i, entry in enumerate(entries)
-        ),
+        trajectories=trajectories,
     )
 
 

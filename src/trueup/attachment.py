@@ -99,6 +99,8 @@ class Attachment:
 
         with trueup.attach(pipe, cal) as calibrated:
             pipe(prompt, num_inference_steps=10, callback_on_step_end=calibrated.on_step_end)
+
+        What a pipeline does not show its callback, such as DDIM's eta, is not checked: leave it as it is.
         """
         if step == 0 or self._trajectory is None:
             self._trajectory = self._for_pipeline(pipe)
@@ -118,8 +120,12 @@ class Attachment:
         steps = len(pipe.scheduler.timesteps)
         if getattr(pipe, "_num_timesteps", steps) != steps:
             raise MismatchError(
-                f"the pipeline takes {pipe._num_timesteps} of {steps} steps, from an image it was given: "
+                f"the pipeline takes {pipe._num_timesteps} of {steps} steps, as from an image it was given: "
                 "trajectories start from noise. Leave out on_step_end, or use strength=1."
+            )
+        if getattr(pipe, "guidance_rescale", 0.0):
+            raise MismatchError(
+                "trajectories are made without guidance_rescale: leave it, or on_step_end, out"
             )
         guided = getattr(pipe, "do_classifier_free_guidance", False)
         guidance = float(getattr(pipe, "guidance_scale", 1.0)) if guided else 1.0

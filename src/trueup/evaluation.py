@@ -99,6 +99,7 @@ def evaluate(
         solver = as_solver(given, denoiser, grid)
         chosen += [(solver, None)] if solver.adaptive else [(solver, number) for number in numbers]
     kept_on = [find_trajectory(calibration, solver, n, guidance, trajectory) for solver, n in chosen]
+    kept_on = [None if made is None or made.empty else made for made in kept_on]
     evaluations = [count_evaluations(solver, number, denoiser, classes) for solver, number in chosen]
     if isinstance(features, str):
         extract: Features = load_features(features, weights=weights)

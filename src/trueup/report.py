@@ -105,9 +105,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
                 "trajectories": made.trajectories,
                 "states": len(made.states),
                 "empty": made.empty,
-                **{
-                    name: values.sum(1).tolist() for name, values in made.evidence.items() if "se" not in name
-                },
+                **{name: made.evidence[name].sum(1).tolist() for name in ("before", "after")},
             }
             for made in calibration.trajectories
         ],

@@ -18,7 +18,7 @@ from trueup.calibration import Calibration, Evidence
 from trueup.correction import Correction
 from trueup.process import VE
 from trueup.trajectory import Sampler, States, Trajectory
-from trueup.trajectory.maps import EVIDENCE
+from trueup.trajectory.maps import EVIDENCE, TOTALS
 
 PATH = Path(__file__).with_name("v2.trueup.safetensors")
 
@@ -56,6 +56,7 @@ def calibration() -> Calibration:
     shift = torch.zeros(2, 1, 16, dtype=torch.float64)
     shift[0, 0, 0] = 0.25
     proof = {name: torch.full((2, bands.count), 3.0, dtype=torch.float64) for name in EVIDENCE}
+    proof |= {name: torch.full((2,), 1.0, dtype=torch.float64) for name in TOTALS}
     mean = torch.arange(16, dtype=torch.float64).reshape(1, 16) / 16
     singlestep = {"kind": "DPMSolver", "order": 3, "grid": "logsnr", "allocation": "fast", "end": None}
     ddim = {"kind": "DDIMScheduler", "clip_sample": False}

@@ -25,7 +25,10 @@ from trueup.sampling import as_solver, generate
 from trueup.sampling.draw import Solver
 from trueup.trajectory.calibrating import calibrate_sampler, check_sampler
 from trueup.trajectory.maps import Sampler, Trajectory, choose, find
+from trueup.trajectory.marginals import FEWEST_IMAGES, too_few
 from trueup.trajectory.walk import TRAJECTORIES, network_and_states
+
+_PARTLY = "samplers.trueup.safetensors"  # in the run directory: samplers made so far
 
 
 def calibrate(options: argparse.Namespace) -> int:
@@ -40,6 +43,9 @@ def calibrate(options: argparse.Namespace) -> int:
     if options.calibration is not None and options.sampler is None:
         raise DataError("say which sampler to add to the calibration: --sampler NAME --nfe N")
     _check_sampler_options(options)
+    few = options.images if options.generated is None else options.generated
+    if options.sampler is not None and options.calibration is None and few < FEWEST_IMAGES:
+        raise DataError(too_few(few))
     denoiser = open_model(options)
     options.run = run
     solvers = _solvers(denoiser, options)
@@ -53,6 +59,9 @@ def calibrate(options: argparse.Namespace) -> int:
         more["skipped"] = moments.skipped
     calibration = _add_samplers(denoiser, calibration, solvers, options, run)
     calibration.save(output)
+    (run / _PARTLY).unlink(missing_ok=True)
+    if run.is_dir() and not any(run.iterdir()):
+        run.rmdir()
     _report(calibration, options, more)
     what = "images with a larger " + ("--images" if options.generated is None else "--generated")
     kept = f"; {run} keeps the measurements (delete it, or add {what})" if options.calibration is None else ""
@@ -91,7 +100,7 @@ def _add_samplers(
     run: Path,
 ) -> Calibration:
     """The calibration with a trajectory for every sampler; those finished before an interruption are kept."""
-    partly = run / "samplers.trueup.safetensors"
+    partly = run / _PARTLY
     made = _finished(partly, calibration, options)
     for solver, nfe in solvers:
         sampler = Sampler.of(solver, solver.budget(nfe), options.guidance)
@@ -103,8 +112,9 @@ def _add_samplers(
             if len(solvers) > 1:
                 run.mkdir(parents=True, exist_ok=True)
                 replace(calibration, trajectories=tuple(made)).save(partly)
+    asked = [Sampler.of(solver, solver.budget(nfe), options.guidance) for solver, nfe in solvers]
+    made = [trajectory for trajectory in made if any(not trajectory.sampler.differences(s) for s in asked)]
     kept = [old for old in calibration.trajectories if find(made, old.sampler) is None]
-    partly.unlink(missing_ok=True)
     return replace(calibration, trajectories=(*kept, *made))
 
 
@@ -114,10 +124,13 @@ def _finished(partly: Path, calibration: Calibration, options: argparse.Namespac
         return []
     before = load(partly)
     settings = {"seed": options.seed, "labels": options.labels}
+    ours, theirs = (
+        (c.identity, c.data_fingerprint, c.provenance.get("weights")) for c in (calibration, before)
+    )
     return [
         made
         for made in before.trajectories
-        if before.identity == calibration.identity
+        if ours == theirs
         and made.trajectories == (options.trajectories or TRAJECTORIES)
         and made.provenance == settings
     ]

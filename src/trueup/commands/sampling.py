@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +34,9 @@ def sample(options: argparse.Namespace) -> int:
     calibration = load(options.calibration) if options.calibration is not None else None
     if calibration is not None:
         attach(denoiser, calibration).remove()  # or say now that it does not fit
-    trajectory = find_trajectory(calibration, solver, options.nfe, options.guidance, options.trajectory)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said below, in a line
+        trajectory = find_trajectory(calibration, solver, options.nfe, options.guidance, options.trajectory)
     if (
         calibration is not None
         and calibration.trajectories
@@ -41,6 +44,9 @@ def sample(options: argparse.Namespace) -> int:
     ):
         there = "; ".join(str(made.sampler) for made in calibration.trajectories)
         say(options, f"note: no trajectory for this sampler, only for {there}: it is corrected without")
+    if trajectory is not None and trajectory.empty:
+        say(options, f"note: {trajectory.summary()}")
+        trajectory = None
     decode = _decoder(options, denoiser)
     settings = {
         **denoiser.identity(),

@@ -307,8 +307,11 @@ def _data_variance(moments: Moments) -> Tensor:
 def _data_variance_error(moments: Moments) -> Tensor:
     """Standard error of the data's variance, (C, bands), from the scatter of folds.
 
-    Moments hold no sums of x0 by fold, but x0 = (sigma/alpha) (u - eps_hat + residual) at any level.
+    Moments hold no sums of x0 by fold, but x0 = (sigma/alpha) (u - eps_hat + residual) at any level. Where
+    all levels are so noisy that little of x0 is left in them, the error is that of Gaussian data.
     """
+    if float(moments.alpha[0]) < 0.1 * float(moments.sigma[0]):
+        return _data_variance(moments) * (2 / max(moments.data_rows, 1)) ** 0.5
     scale = float(moments.sigma[0] / moments.alpha[0])
     r, o, u = (moments.first[:, 0, i] for i in range(3))  # (F, C, K)
     rr, ro, ru, oo, ou, uu = (moments.second[:, 0, i] for i in range(6))  # (F, C, bands)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -136,6 +137,8 @@ def sample_batches(
     evaluations = count_evaluations(chosen, nfe, denoiser, classes)
     calibration = load(calibration) if isinstance(calibration, (str, PathLike)) else calibration
     adjust = find_trajectory(calibration, chosen, nfe, guidance, trajectory)
+    if adjust is not None and nfe is not None:
+        adjust.check(chosen.states(denoiser, nfe, network.whole_times))
     attached = attach(denoiser, calibration) if calibration is not None else nullcontext()
     show = sys.stderr.isatty() if progress is None else progress
     total = None if evaluations is None else evaluations * (count - start)
@@ -196,7 +199,14 @@ def find_trajectory(
     sampler = Sampler.of(solver, solver.budget(nfe), guidance)
     if wanted:
         return choose(calibration.trajectories, sampler)
-    return find(calibration.trajectories, sampler)
+    found = find(calibration.trajectories, sampler)
+    if found is None:
+        there = "; ".join(str(made.sampler) for made in calibration.trajectories)
+        warnings.warn(
+            f"no trajectory for {sampler}, only for {there}: sampling without (or pass trajectory=False)",
+            stacklevel=3,
+        )
+    return found
 
 
 def _advance(bar: Any, images: int, evaluations: int) -> None:

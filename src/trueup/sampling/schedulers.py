@@ -53,6 +53,15 @@ _PREDICTION_TYPES = {
     "edm_velocity": "v_prediction",
 }
 _LEARNED_VARIANCE = ("DDPMScheduler", "DDPMParallelScheduler")  # those that use a learned variance
+# Several evaluations per step, each its own "step": what lies between is no state.
+_STAGED = (
+    "HeunDiscreteScheduler",
+    "FlowMatchHeunDiscreteScheduler",
+    "KDPM2DiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler",
+    "DPMSolverSinglestepScheduler",
+)
+_CHANGE = 0.01  # of the noise in a state, to see where it goes
 _FIRST_DRAW = -2  # noise key of a scheduler's first draw; -1 is the starting noise
 
 
@@ -199,7 +208,24 @@ class SchedulerSolver:
         """Where its states lie, found by stepping through it with data that are a single point.
 
         All that a network can know of such data it knows, and every solver is exact: the states are
-        alpha x0 + sigma eps to the last digit, in whatever scale the scheduler keeps them.
+        alpha x0 + sigma eps, in whatever scale the scheduler keeps them.
+        """
+        alpha, sigma, drew = self._probe(denoiser, nfe)
+        times = self._set(nfe).timesteps.double()
+        if drew:  # a solver that adds noise: how much there is, the times say
+            sigma[:-1] = alpha[:-1] * (-denoiser.process.lam(times[1:])).exp()
+        inner = torch.zeros(len(times), dtype=torch.bool)
+        if type(self.scheduler).__name__ in _STAGED:
+            for i in range(len(times) - 1):  # does a change of state i arrive at the next one, as it should?
+                expected = (1 + _CHANGE) * self._probe(denoiser, nfe)[1][i + 1]
+                found = self._probe(denoiser, nfe, change=i)[1][i + 1]
+                inner[i] = bool((found - expected).abs() > 0.1 * _CHANGE * expected.clamp_min(1e-3))
+        return States(times, alpha, sigma, inner)
+
+    def _probe(self, denoiser: Denoiser, nfe: int, change: int | None = None) -> tuple[Tensor, Tensor, bool]:
+        """alpha and sigma of every state, and whether noise was drawn (here all zero).
+
+        change: the noise in this state is made larger by _CHANGE.
         """
         scheduler, process = self._set(nfe), denoiser.process
         times = scheduler.timesteps
@@ -208,28 +234,25 @@ class SchedulerSolver:
         x0, eps = torch.tensor([0.5, 0.0]).reshape(-1, *axes), torch.tensor([0.0, 0.5]).reshape(-1, *axes)
         noise = _Noise(lambda draw, shape, device: torch.zeros(2, *shape, device=device), 2)
         x = alpha[0] * x0 + sigma[0] * eps
-        scales: list[float] = []
+        levels = []
         for i, t in enumerate(times):
-            scales.append(float(_scaled(scheduler, torch.ones_like(x), t).flatten()[0]))
+            scale = float(_scaled(scheduler, torch.ones_like(x), t).flatten()[0])
             if i == 0:
-                x = x / scales[0]
-            elif not torch.allclose(x[0] * scales[i], alpha[i] * x0[0], rtol=0.02, atol=1e-3):
+                x = x / scale
+            elif not torch.allclose(x[0] * scale, alpha[i] * x0[0], rtol=0.02, atol=1e-3):
                 raise TrueupError(
                     f"the states of {self.name} are not where its timesteps say: nothing is known of them"
                 )
-            scaled = x * scales[i]
-            known = (scaled - alpha[i] * x0) / sigma[i]
+            known = (x * scale - alpha[i] * x0) / sigma[i]
             output = denoiser.parametrization.target(x0, known, alpha[i], sigma[i])
             if _uses_learned_variance(scheduler):
                 output = torch.cat([output, torch.zeros_like(output)], 1)
             x = self._step(scheduler, noise, output, t, x)
-        scale = torch.tensor(scales[1:] + [1.0], dtype=torch.float64)
-        last = [(x.flatten()[row].double() / 0.5).abs().reshape(1) for row in (0, 1)]
-        return States(
-            times.double(),
-            torch.cat([process.alpha(times[1:].double()), last[0]]) / scale,
-            torch.cat([process.sigma(times[1:].double()), last[1]]) / scale,
-        )
+            if i == change:
+                x = torch.cat([x[:1], (1 + _CHANGE) * x[1:]])
+            levels.append(x.flatten().double().abs() / 0.5)
+        made = torch.stack(levels)
+        return made[:, 0], made[:, 1], noise.draws > 0
 
 
 def _for_network(times: Tensor, x: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from os import PathLike
@@ -15,7 +14,8 @@ from trueup.artifact import load
 from trueup.attachment import attach
 from trueup.calibration import Calibration
 from trueup.data import Samples, Transform
-from trueup.errors import DataError
+from trueup.denoiser import Denoiser
+from trueup.errors import DataError, MismatchError, TrueupError
 from trueup.hf import as_denoiser
 from trueup.noise import mix
 from trueup.sampling.draw import as_solver
@@ -34,7 +34,7 @@ def calibrate_sampler(
     calibration: Calibration | str | PathLike[str],
     *,
     solver: Any = "dpm-solver-3",
-    nfe: int | Sequence[int] = 20,
+    nfe: int | list[int] = 20,
     grid: str | None = None,
     trajectories: int = TRAJECTORIES,
     labels: Any = None,
@@ -55,12 +55,15 @@ def calibrate_sampler(
 
     `sample` and `Attachment.on_step_end` apply it, for this solver, number of evaluations and guidance;
     several can be in one calibration, and an older one for the same sampler is replaced. No data are needed.
+    labels: for a conditional network, as often as they are in the data: its moments are those of all labels.
     """
     denoiser = as_denoiser(model, scheduler=scheduler, device=device)
     calibration = calibration if isinstance(calibration, Calibration) else load(calibration)
-    marginals = marginals_of(calibration)
+    marginals = marginals_of(calibration, denoiser)
     chosen = as_solver(solver, denoiser, grid)
-    numbers = list(nfe) if isinstance(nfe, Sequence) else [nfe]
+    numbers: list[Any] = list(nfe) if isinstance(nfe, (list, tuple, range)) else [nfe]
+    if not numbers:
+        raise TrueupError("say how many evaluations: nfe")
     walks = []
     for number in numbers:
         network, states = network_and_states(
@@ -98,6 +101,7 @@ def _calibrate(walk: Walk, sampler: Sampler, seed: int, labels: Any) -> Trajecto
     for name, misses in (("before", before), ("after", after)):
         trajectory.evidence[name] = torch.stack([miss.nats for miss in misses])
         trajectory.evidence[f"{name}_se"] = torch.stack([miss.nats_se for miss in misses])
+        trajectory.evidence[f"{name}_total_se"] = torch.stack([miss.total_se for miss in misses])
     return trajectory
 
 
@@ -116,8 +120,9 @@ def _fit(walk: Walk, trajectory: Trajectory, seed: int) -> Trajectory:
     shift, gain = trajectory.shift.clone(), trajectory.gain.clone()
 
     def restore(i: int, x: Tensor) -> Tensor:
-        made = fit(walk.moments(i, x), walk.target(i))
-        shift[i], gain[i] = made.shift, made.gain
+        if walk.states.inner[i]:
+            return x
+        shift[i], gain[i] = fit(walk.moments(i, x), walk.target(i))
         return replace(trajectory, shift=shift, gain=gain)(i, x)
 
     walk.go(seed, f"{trajectory.sampler}, fitting", restore)
@@ -150,9 +155,11 @@ def check_sampler(
 ) -> Drift:
     """How far a sampler's states drift from where they belong.
 
-    data: images, as in `calibrate`, for the network as it is; or a `Calibration` made from them, for the
-    network with that attached and, if corrected, with the trajectory it has for this sampler.
+    data: images, as in `calibrate`, for the network as it is; or a `Calibration` made from them, or its file,
+    for the network with that attached and, if corrected, with the trajectory it has for this sampler.
     """
+    if isinstance(data, (str, PathLike)) and str(data).endswith(".safetensors"):
+        data = load(data)
     denoiser = as_denoiser(model, scheduler=scheduler, device=device)
     chosen = as_solver(solver, denoiser, grid)
     network, states = network_and_states(
@@ -172,7 +179,7 @@ def check_sampler(
         samples = Samples(data, denoiser.shape, denoiser.data_range, transform, skip_bad)
         marginals = Marginals.of_data(samples, images)
     else:
-        marginals = marginals_of(calibration)
+        marginals = marginals_of(calibration, denoiser)
     applied = None
     if calibration is not None and corrected:
         applied = find(calibration.trajectories, sampler)
@@ -183,8 +190,12 @@ def check_sampler(
     return Drift(sampler, states, marginals.bands, misses, trajectories, marginals.images, generated)
 
 
-def marginals_of(calibration: Calibration) -> Marginals:
-    """The moments of the data behind a calibration."""
+def marginals_of(calibration: Calibration, denoiser: Denoiser) -> Marginals:
+    """The moments of the data behind a calibration of a denoiser."""
+    if calibration.shape != denoiser.shape:
+        raise MismatchError(
+            f"this calibration is of samples of shape {calibration.shape}, the model's are {denoiser.shape}"
+        )
     if calibration.data_images < FEWEST_IMAGES:
         raise DataError(too_few(calibration.data_images))
     return Marginals(

@@ -50,15 +50,21 @@ class Drift:
     def verdict(self) -> str:
         """What to make of it, in a sentence."""
         last, error = self.total(len(self.misses) - 1)
-        sure = [i for i in range(len(self.misses)) if self.total(i)[0] > 3 * self.total(i)[1]]
+        sure = [i + 1 for i in range(len(self.misses)) if self.total(i)[0] > 3 * self.total(i)[1]]
         if not sure:
             return "its states have the data's moments, within noise"
-        ratios = self.misses[-1].ratio.mean(0)
-        band = int(self.nats[-1].argmax())
-        per_dim = last / float(self.bands.sizes.sum() * len(self.misses[-1].ratio))
-        short = f"where the standard deviation is {float(ratios[band]):.2g} of the data's"
+        if len(self.misses) not in sure:
+            worst = max(sure, key=lambda i: self.total(i - 1)[0])
+            return f"its samples have the data's moments, within noise; on the way state {worst} is off most"
+        miss, band = self.misses[-1], int(self.nats[-1].argmax())
+        spread = float(miss.ratio[:, band].log().mean().exp())
+        off = float(miss.mean[:, band].square().mean().sqrt())
+        what = f"the standard deviation is {spread:.2g} of the data's"
+        if 0.5 * off**2 > spread - 1 - math.log(spread):  # which of the two makes more of equation 36
+            what = f"the mean is off by {off:.2g} standard deviations"
+        per_dim = last / float(self.bands.sizes.sum() * len(miss.ratio))
         by = f"{last:.3g} ± {2 * error:.2g} nats ({per_dim:.2g} per dimension)"
-        return f"its samples miss the data's moments by {by}, most at {self._frequency(band)}, {short}"
+        return f"its samples miss the data's moments by {by}, most at {self._frequency(band)}, where {what}"
 
     def _frequency(self, band: int) -> str:
         """A band in words: its wavelength in pixels."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trueup.bands import Bands
-from trueup.estimate.statistics import threshold
+from trueup.estimate.statistics import mean_and_error, threshold
 
 FOLDS = 16
 SIGMAS = 1.5  # how far below its estimate the size of a miss is taken; how sure held-out trajectories must be
@@ -40,7 +40,8 @@ class StateMoments:
     def of(cls, bands: Bands, x: Tensor, noise: Tensor, mean: Tensor) -> StateMoments:
         """Of states x (n, C, *spatial), given the DCT of the noise they started from, (n, C, K)."""
         n = len(x)
-        fold = torch.arange(n, device=x.device) % min(FOLDS, n)
+        # Dealt by chance, always the same: labels go round, and a fold must not be a label.
+        fold = (torch.randperm(n, generator=torch.Generator().manual_seed(n)) % min(FOLDS, n)).to(x.device)
         folds = int(fold.max()) + 1
         member = torch.nn.functional.one_hot(fold, folds).to(torch.float64)  # (n, F)
         rows = member.sum(0)
@@ -105,33 +106,27 @@ class Miss:
     total_se: Tensor  # () of the sum over bands
 
 
-@dataclass(eq=False, repr=False)
-class Map:
-    """x -> mu + gain (x - mu - shift), and what it did on trajectories it was not fitted on."""
+def measure(moments: StateMoments, target: Target, fitted: tuple[Tensor, Tensor] | None = None) -> Miss:
+    """The miss of a state with its uncertainty, that of the data's moments included.
 
-    shift: Tensor  # (C, K)
-    gain: Tensor  # (C, bands)
-    held_out: Tensor  # (bands,) nats taken off the miss
-    held_out_se: Tensor  # (bands,)
-
-
-def measure(moments: StateMoments, target: Target) -> Miss:
-    """The miss of a state with its uncertainty, that of the data's moments included."""
+    Noise adds to a miss and is taken off it. The data's noise adds as well, but in bands whose means and
+    variances were fitted to these very moments (two masks): there states share it, and it has to be put on.
+    """
     bands, n = moments.bands, moments.count
     sizes = bands.sizes.to(torch.float64)
     offset, variance = moments.mean(moments.offset), moments.mean(moments.variance)
-    noise = moments.offset_var / n + target.mean_var
+    means, variances = fitted or (torch.zeros(bands.count, dtype=torch.bool),) * 2
+    noise = moments.offset_var / n + torch.where(means, -target.mean_var, target.mean_var)
     square = bands.sum(offset.square()) / sizes - noise
-    ratio_var = 0.25 * (moments.variance_var / n / variance**2 + target.variance_var / target.variance**2)
+    states_var, data_var = moments.variance_var / n / variance**2, target.variance_var / target.variance**2
     ratio = (variance / target.variance).sqrt()
 
     def nats(without: int | None = None) -> Tensor:
         off, var = moments.mean(moments.offset, without), moments.mean(moments.variance, without)
         by_mean = 0.5 * (bands.sum(off.square()) - sizes * noise) / target.variance
         r = var / target.variance
-        by_variance = (
-            0.5 * sizes * (r - 1 - r.log() - 2 * ratio_var)
-        )  # whose expectation under no miss is zero
+        noise_of_r = states_var + data_var * torch.where(variances, -1.0, 2 * r - 1)
+        by_variance = 0.5 * sizes * (r - 1 - r.log() - 0.5 * noise_of_r)
         return (by_mean + by_variance).sum(0)
 
     value = nats()
@@ -150,15 +145,15 @@ def measure(moments: StateMoments, target: Target) -> Miss:
     return Miss(
         floor,
         ratio,
-        ratio * ratio_var.sqrt(),
+        ratio * (0.25 * (states_var + data_var)).sqrt(),
         value,
         (scatter + shared).sqrt(),
         (total + shared.sum()).sqrt(),
     )
 
 
-def fit(moments: StateMoments, target: Target) -> Map:
-    """The map that restores a state's moments, shrunk and confirmed (equations 38 and 39)."""
+def fit(moments: StateMoments, target: Target) -> tuple[Tensor, Tensor]:
+    """Shift (C, K) and gain (C, bands) that restore a state's moments, shrunk and confirmed (38 and 39)."""
     bands, n, folds = moments.bands, moments.count, len(moments.rows)
     sizes = bands.sizes.to(torch.float64)
     offset, variance = moments.mean(moments.offset), moments.mean(moments.variance)
@@ -177,15 +172,10 @@ def fit(moments: StateMoments, target: Target) -> Map:
         log_g = keep_gain * _log_gain(moments.mean(moments.variance, fold), target)
         now = moments.variance[fold] / target.variance
         by_gain.append((sizes * (0.5 * now * (1 - (2 * log_g).exp()) + log_g)).sum(0))
-    scores = [torch.stack(part) for part in (by_shift, by_gain)]  # (F, bands)
-    scale_shift, scale_gain = (_confirmed(score, moments.rows) for score in scores)
-    total = scale_shift * scores[0] + scale_gain * scores[1]
-    value, error = _mean_and_error(total, moments.rows)
-    return Map(
+    scale_shift, scale_gain = (_confirmed(torch.stack(part), moments.rows) for part in (by_shift, by_gain))
+    return (
         bands.spread(scale_shift * keep_shift) * offset,
         (scale_gain * keep_gain * log_gain).exp(),
-        value,
-        error,
     )
 
 
@@ -207,15 +197,9 @@ def _kept(surprise: Tensor, columns: Tensor) -> Tensor:
     return excess.clamp_min(0.0) / (1.0 + excess.clamp_min(0.0))
 
 
-def _mean_and_error(values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    folds, share = len(rows), (rows / rows.sum())[:, None]
-    mean = (share * values).sum(0)
-    return mean, ((share * (values - mean)).square().sum(0) * folds / (folds - 1)).sqrt()
-
-
 def _confirmed(score: Tensor, rows: Tensor) -> Tensor:
     """How much of a map held-out trajectories confirm, (bands,); equation 39."""
-    mean, error = _mean_and_error(score, rows)
+    mean, error = mean_and_error(score * rows[:, None], rows)
     # Without a miss, what fold f gains from g and g from f is one number seen twice: the 2.
     surprise = threshold(SIGMAS, len(rows)) * 2**0.5 * error / mean.clamp_min(_TINY)
     return torch.where(mean > 0, (1 - surprise.square()).clamp_min(0.0), torch.zeros_like(mean))

@@ -15,7 +15,9 @@ from trueup.bands import Bands
 from trueup.errors import MismatchError
 from trueup.trajectory.states import States
 
-EVIDENCE = ("before", "before_se", "after", "after_se")  # (S, bands): the miss of held-out trajectories, nats
+# The miss of held-out trajectories in nats: by band (S, bands); the errors also of all bands together (S,).
+EVIDENCE = ("before", "before_se", "after", "after_se")
+TOTALS = ("before_total_se", "after_total_se")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Sampler:
     @classmethod
     def of(cls, solver: Any, nfe: int, guidance: float = 1.0) -> Sampler:
         """The sampler that `solver` makes with `nfe` evaluations."""
-        settings = json.loads(json.dumps(solver.settings(), default=str))
+        settings = json.loads(json.dumps(solver.settings(), default=_plain))
         return cls(solver.name, nfe, settings, float(guidance))
 
     def __str__(self) -> str:
@@ -52,8 +54,9 @@ class Sampler:
         found = [] if self.nfe == other.nfe else ["number of evaluations"]
         if self.guidance != other.guidance:
             found.append("guidance")
-        names = {*self.settings, *other.settings}
-        return found + [n for n in sorted(names) if self.settings.get(n) != other.settings.get(n)]
+        # A release of diffusers may add a setting: only those that both know are compared.
+        names = self.settings.keys() & other.settings.keys()
+        return found + [n for n in sorted(names) if self.settings[n] != other.settings[n]]
 
 
 @dataclass(eq=False, repr=False)
@@ -71,7 +74,7 @@ class Trajectory:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._ready: dict[tuple[Any, ...], list[tuple[Tensor, Tensor] | None]] = {}
+        self._ready: dict[tuple[Any, ...], tuple[Tensor, Tensor] | None] = {}
 
     def __repr__(self) -> str:
         return f"<{self.summary()}>"
@@ -81,7 +84,7 @@ class Trajectory:
         text = f"trajectory of {self.sampler}"
         before, after = (self._miss(name) for name in ("before", "after"))
         if self.empty:
-            return f"{text}: its samples miss the data's moments by {before}, nothing is corrected"
+            return f"{text}: its samples miss the data's moments by {before} nats, nothing is corrected"
         changed = sum(not self._identity(i) for i in range(len(self.states)))
         return (
             f"{text}: {changed} of {len(self.states)} states corrected; samples missed the data's moments by "
@@ -89,8 +92,8 @@ class Trajectory:
         )
 
     def _miss(self, name: str) -> str:
-        """The miss of the samples, bands taken to err together."""
-        value, error = (float(self.evidence[part][-1].sum()) for part in (name, f"{name}_se"))
+        """The miss of the samples."""
+        value, error = float(self.evidence[name][-1].sum()), float(self.evidence[f"{name}_total_se"][-1])
         return f"{value:.3g} ± {2 * error:.2g}"
 
     @property
@@ -111,14 +114,27 @@ class Trajectory:
 
     def __call__(self, i: int, x: Tensor) -> Tensor:
         """State i (B, C, *spatial) with its moments restored, in its own dtype."""
-        key = (x.device, torch.float64 if x.dtype == torch.float64 else torch.float32)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        key = (i, x.device, dtype)
         if key not in self._ready:
-            self._ready[key] = [self._tables(i, *key) for i in range(len(self.states))]
-        tables = self._ready[key][i]
+            self._ready[key] = self._tables(*key)
+        tables = self._ready[key]
         if tables is None:
             return x
         gain, offset = tables
-        return (self.bands.idct(gain * self.bands.dct(x.to(key[1]))) + offset).to(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            wide = x.to(dtype)  # only what is changed goes through the DCT, and its rounding with it
+            return (wide + self.bands.idct(gain * self.bands.dct(wide)) + offset).to(x.dtype)
+
+    def fitted(self, i: int) -> tuple[Tensor, Tensor]:
+        """In which bands means and variances of state i come from maps, its own or those before it."""
+        shifted = [bool(self.shift[: i + 1, :, members].any()) for members in self.bands.members]
+        return torch.tensor(shifted), (self.gain[: i + 1] != 1).any(0).any(0)
+
+    def check(self, states: States) -> None:
+        """Raise unless these are the states it was made for."""
+        if len(states) != len(self.states) or not torch.allclose(states.t, self.states.t, rtol=1e-3):
+            raise MismatchError(f"the trajectory of {self.sampler} was made for other steps than it takes")
 
     def at_step(self, i: int, t: float, x: Tensor) -> Tensor:
         """State i of somebody else's loop, which says where step i began; nothing is taken on trust."""
@@ -134,7 +150,7 @@ class Trajectory:
         return self(i, x)
 
     def _tables(self, i: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """The map as gain (C, *spatial) on the DCT and an image to add."""
+        """The map as gain - 1 (C, *spatial) on the DCT and an image to add."""
         if self._identity(i):
             return None
         with torch.inference_mode(False):
@@ -142,7 +158,7 @@ class Trajectory:
             mu = self.states.alpha[i] * self.mean.double()
             offset = mu - gain * (mu + self.shift[i].double())
             shape = (-1, *self.bands.spatial)
-            return gain.reshape(shape).to(device, dtype), self.bands.idct(offset.reshape(shape)).to(
+            return (gain - 1).reshape(shape).to(device, dtype), self.bands.idct(offset.reshape(shape)).to(
                 device, dtype
             )
 
@@ -166,3 +182,8 @@ def choose(trajectories: Sequence[Trajectory], sampler: Sampler) -> Trajectory:
     if not {"number of evaluations", "guidance", "kind"} & {*differences}:
         hint = f"; that of {nearest.sampler} was made with another {' and another '.join(differences)}"
     raise MismatchError(f"no trajectory for {sampler}: this calibration has those of {there}{hint}")
+
+
+def _plain(value: Any) -> Any:
+    """An array of a scheduler's config as a list."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

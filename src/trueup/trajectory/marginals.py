@@ -73,7 +73,7 @@ def band_variance(
     # Sum over a fold of (z - mean)^2; the mean is that of all, which costs one degree of freedom.
     square = second - 2 * bands.sum(mean * first) + rows.reshape(-1, 1, 1) * bands.sum(mean**2)
     square = square / bands.sizes * (count / (count - 1).clamp_min(1))
-    variance = square.sum(0) / count
+    variance = (square.sum(0) / count).clamp_min(0.0)
     folds = len(rows)
     if folds < 4:
         return variance, variance * (2 / count).sqrt()

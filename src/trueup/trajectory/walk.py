@@ -15,6 +15,7 @@ from trueup.noise import normal
 from trueup.sampling.draw import STARTING_NOISE, Solver, count_evaluations, draw, network_for
 from trueup.sampling.network import Network
 from trueup.trajectory.fitting import Miss, StateMoments, Target, measure
+from trueup.trajectory.maps import Trajectory
 from trueup.trajectory.marginals import Marginals
 from trueup.trajectory.states import Adjust, States
 
@@ -50,13 +51,14 @@ class Walk:
             mean, variance, *self.marginals.errors_at(alpha), sigma**2 / variance, i == len(self.states) - 1
         )
 
-    def misses(self, seed: int, description: str, adjust: Adjust | None = None) -> list[Miss]:
-        """The miss of every state, of trajectories with the noise of a seed."""
+    def misses(self, seed: int, description: str, adjust: Trajectory | None = None) -> list[Miss]:
+        """The miss of every state, of trajectories with the noise of a seed, as they are or adjusted."""
         found: list[Miss] = []
 
         def look(i: int, x: Tensor) -> Tensor:
             x = x if adjust is None else adjust(i, x)
-            found.append(measure(self.moments(i, x), self.target(i)))
+            fitted = None if adjust is None else adjust.fitted(i)
+            found.append(measure(self.moments(i, x), self.target(i), fitted))
             return x
 
         self.go(seed, description, look)
@@ -101,11 +103,15 @@ def network_and_states(
     """A network ready to sample so many trajectories, and the states it will go through; or what is wrong."""
     if not isinstance(trajectories, int) or isinstance(trajectories, bool) or trajectories < FEWEST:
         raise TrueupError(f"moments need {FEWEST} trajectories or more, not {trajectories!r}")
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        raise TrueupError(f"batch_size is a whole number of at least 1, not {batch_size!r}")
     if solver.adaptive:
         raise TrueupError(
             f"{solver.name} chooses its own steps: trajectories are of a fixed number of evaluations"
         )
     network = network_for(denoiser, solver, nfe, labels, guidance, null_label, batch_size)
     if network.y is not None:
-        network.y = network.y[torch.arange(trajectories) % len(network.y)]
+        count = len(network.y)
+        turn = torch.arange(trajectories)  # every label as often, or labels from everywhere
+        network.y = network.y[turn % count if count <= trajectories else turn * count // trajectories]
     return network, solver.states(denoiser, nfe, network.whole_times)
