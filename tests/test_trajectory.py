@@ -530,7 +530,7 @@ class Classes:
 
 
 @pytest.mark.parametrize("count", [2, 16, 1000])
-def test_labels_of_all_kinds_are_drawn_and_no_fold_is_a_label(count):
+def test_labels_of_all_kinds_are_drawn_and_no_fold_is_a_label(tmp_path, count):
     """With the first 128 of 1,000 labels alone, all classes would be pulled away from where they belong."""
     net = Classes(count)
     denoiser = trueup.Denoiser(net, net.process, "noise", SHAPE, conditional=True, data_range=None)
@@ -543,6 +543,7 @@ def test_labels_of_all_kinds_are_drawn_and_no_fold_is_a_label(count):
     settings = {"solver": "ddim", "nfe": 6, "progress": False}
     made = trueup.calibrate_sampler(denoiser, cal, labels=range(count), **settings)
     assert not made.trajectories[0].empty
+    made.save(tmp_path / "a")  # labels and all
     for label in (0, count // 2, count - 1):
         x = trueup.sample(denoiser, 64, labels=label, calibration=made, **settings)
         assert float(x.mean()) == pytest.approx(float(net.greys[label]), abs=0.15)

@@ -90,7 +90,7 @@ def _calibrate(walk: Walk, sampler: Sampler, seed: int, labels: Any) -> Trajecto
     """Fit the maps on some trajectories; keep them if others, before and after, say that they help."""
     others = mix(seed ^ mix(_OWN_STREAM))
     before = walk.misses(others, f"{sampler}, as it is")
-    trajectory = _identity(walk, sampler, {"seed": seed, "labels": labels})
+    trajectory = _identity(walk, sampler, {"seed": seed, "labels": _told(labels)})
     after = before
     dimensions = trajectory.shift[0].numel()
     if float(before[-1].nats.sum()) > MATERIAL * dimensions:
@@ -103,6 +103,14 @@ def _calibrate(walk: Walk, sampler: Sampler, seed: int, labels: Any) -> Trajecto
         trajectory.evidence[f"{name}_se"] = torch.stack([miss.nats_se for miss in misses])
         trajectory.evidence[f"{name}_total_se"] = torch.stack([miss.total_se for miss in misses])
     return trajectory
+
+
+def _told(labels: Any) -> Any:
+    """Labels as a file states them: numbers, or how many rows there were."""
+    if labels is None:
+        return None
+    values = torch.as_tensor(labels)
+    return values.reshape(-1).tolist() if values.ndim < 2 else f"{len(values)} rows"
 
 
 def _identity(walk: Walk, sampler: Sampler, provenance: dict[str, Any]) -> Trajectory:
