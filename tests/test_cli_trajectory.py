@@ -122,11 +122,15 @@ def test_folder_of_samples_is_not_mixed(model, calibration, tmp_path):
 def test_evaluate_says_that_the_trajectory_was_applied(model, images, calibration, tmp_path):
     done = trueup_command(
         *("evaluate", model, "--calibration", calibration, "--data", images, "--features", "pixels"),
-        *("--solver", "ddim", "--nfe", "4", "-n", 16, "-o", tmp_path / "c.json"),
+        *("--solver", "ddim", "--nfe", "4,5", "-n", 16, "-o", tmp_path / "c.json"),
     )
     assert done.returncode == 0, done.stderr
     notes = json.loads((tmp_path / "c.json").read_text())["notes"]
     assert "after: the calibration's trajectory of ddim at 4 evaluations is applied as well" in notes
+    assert any(
+        note.startswith("ddim-5: no trajectory for this sampler, only for ddim at 4") for note in notes
+    )
+    assert "Warning" not in done.stderr
 
 
 def test_samplers_are_added_without_data(model, calibration, tmp_path):

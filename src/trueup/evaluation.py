@@ -33,9 +33,9 @@ from trueup.metrics import (
     wasserstein,
 )
 from trueup.sampling import as_solver, pictures, sample_batches
-from trueup.sampling.draw import Solver, check_labels, count_evaluations, find_trajectory
+from trueup.sampling.draw import Solver, check_labels, count_evaluations, find_trajectory, without_trajectory
 from trueup.sampling.store import Kept
-from trueup.trajectory import Trajectory
+from trueup.trajectory.maps import Sampler, Trajectory, find
 
 REFERENCE_IMAGES = 10_000
 LOSS_IMAGES = 200  # at most: the denoising loss is known well from few
@@ -167,6 +167,10 @@ def evaluate(
         before, after = (sampled(solver, number, used, applied) for used in (None, calibration))
         if applied is not None:
             notes.append(f"after: the calibration's trajectory of {applied.sampler} is applied as well")
+        elif calibration.trajectories and trajectory is None and number is not None:
+            sampler = Sampler.of(solver, solver.budget(number), guidance)
+            if find(calibration.trajectories, sampler) is None:
+                notes.append(f"{solver.name}-{number}: {without_trajectory(calibration)}")
         changes, colour = _compare(before, after, reference, notes)
         rows.append(Row(solver.name, repr(solver), number, made, changes, colour))
     loss: list[dict[str, float]] = []

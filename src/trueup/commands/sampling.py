@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from trueup.files import write
 from trueup.hf import Decoder, as_decoder, find_decoder
 from trueup.metrics import Reference, load_features
 from trueup.sampling import DPMSolver, as_solver, sample_batches
-from trueup.sampling.draw import Solver, check_labels, count_evaluations, find_trajectory
+from trueup.sampling.draw import Solver, check_labels, count_evaluations, find_trajectory, without_trajectory
 from trueup.sampling.store import Output
 
 
@@ -34,16 +33,13 @@ def sample(options: argparse.Namespace) -> int:
     calibration = load(options.calibration) if options.calibration is not None else None
     if calibration is not None:
         attach(denoiser, calibration).remove()  # or say now that it does not fit
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # said below, in a line
-        trajectory = find_trajectory(calibration, solver, options.nfe, options.guidance, options.trajectory)
+    trajectory = find_trajectory(calibration, solver, options.nfe, options.guidance, options.trajectory)
     if (
         calibration is not None
         and calibration.trajectories
         and not (trajectory or options.trajectory is False)
     ):
-        there = "; ".join(str(made.sampler) for made in calibration.trajectories)
-        say(options, f"note: no trajectory for this sampler, only for {there}: it is corrected without")
+        say(options, f"note: {without_trajectory(calibration)}")
     if trajectory is not None and trajectory.empty:
         say(options, f"note: {trajectory.summary()}")
         trajectory = None

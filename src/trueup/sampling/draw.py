@@ -137,6 +137,8 @@ def sample_batches(
     evaluations = count_evaluations(chosen, nfe, denoiser, classes)
     calibration = load(calibration) if isinstance(calibration, (str, PathLike)) else calibration
     adjust = find_trajectory(calibration, chosen, nfe, guidance, trajectory)
+    if adjust is None and trajectory is None and calibration is not None and calibration.trajectories:
+        warnings.warn(f"{without_trajectory(calibration)} (or pass trajectory=False)", stacklevel=3)
     if adjust is not None and nfe is not None:
         adjust.check(chosen.states(denoiser, nfe, network.whole_times))
     attached = attach(denoiser, calibration) if calibration is not None else nullcontext()
@@ -199,14 +201,13 @@ def find_trajectory(
     sampler = Sampler.of(solver, solver.budget(nfe), guidance)
     if wanted:
         return choose(calibration.trajectories, sampler)
-    found = find(calibration.trajectories, sampler)
-    if found is None:
-        there = "; ".join(str(made.sampler) for made in calibration.trajectories)
-        warnings.warn(
-            f"no trajectory for {sampler}, only for {there}: sampling without (or pass trajectory=False)",
-            stacklevel=3,
-        )
-    return found
+    return find(calibration.trajectories, sampler)
+
+
+def without_trajectory(calibration: Calibration) -> str:
+    """What to say when a calibration has trajectories, and none for the sampler at hand."""
+    there = "; ".join(str(made.sampler) for made in calibration.trajectories)
+    return f"no trajectory for this sampler, only for {there}: it is corrected without"
 
 
 def _advance(bar: Any, images: int, evaluations: int) -> None:

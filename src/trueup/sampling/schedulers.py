@@ -210,14 +210,15 @@ class SchedulerSolver:
         All that a network can know of such data it knows, and every solver is exact: the states are
         alpha x0 + sigma eps, in whatever scale the scheduler keeps them.
         """
-        alpha, sigma, drew = self._probe(denoiser, nfe)
+        alpha, stepped, drew = self._probe(denoiser, nfe)
+        sigma = stepped.clone()
         times = self._set(nfe).timesteps.double()
         if drew:  # a solver that adds noise: how much there is, the times say
             sigma[:-1] = alpha[:-1] * (-denoiser.process.lam(times[1:])).exp()
         inner = torch.zeros(len(times), dtype=torch.bool)
         if type(self.scheduler).__name__ in _STAGED:
             for i in range(len(times) - 1):  # does a change of state i arrive at the next one, as it should?
-                expected = (1 + _CHANGE) * self._probe(denoiser, nfe)[1][i + 1]
+                expected = (1 + _CHANGE) * stepped[i + 1]
                 found = self._probe(denoiser, nfe, change=i)[1][i + 1]
                 inner[i] = bool((found - expected).abs() > 0.1 * _CHANGE * expected.clamp_min(1e-3))
         return States(times, alpha, sigma, inner)
