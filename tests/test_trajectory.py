@@ -14,6 +14,7 @@ from trueup.bands import Bands
 from trueup.errors import DataError, MismatchError, TrueupError
 from trueup.process import EDM, DiscreteVP, Flow
 from trueup.sampling import as_solver
+from trueup.sampling.schedulers import NAMES
 from trueup.trajectory import Sampler
 from trueup.trajectory.fitting import LARGEST_GAIN, StateMoments, Target, fit, measure
 from trueup.trajectory.marginals import Marginals
@@ -328,6 +329,14 @@ def test_several_samplers_in_one_calibration(tmp_path, exact, calibration):
             trueup.sample(exact, 4, calibration=c, **settings) for c in (made, tmp_path / "a.safetensors")
         )
         assert torch.allclose(x, y, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("edm", "flow"))])
+def test_every_scheduler_can_be_kept_and_found_again(tmp_path, exact, calibration, name):
+    """Some have infinity among their settings, which JSON has not."""
+    made = trueup.calibrate_sampler(exact, calibration, solver=name, nfe=6, trajectories=16, progress=False)
+    made.save(tmp_path / "a")
+    trueup.sample(exact, 2, solver=name, nfe=6, calibration=tmp_path / "a", trajectory=True, progress=False)
 
 
 def test_asking_for_what_is_not_there_says_what_is(exact, calibration):

@@ -207,7 +207,7 @@ def find_trajectory(
 def without_trajectory(calibration: Calibration) -> str:
     """What to say when a calibration has trajectories, and none for the sampler at hand."""
     there = "; ".join(str(made.sampler) for made in calibration.trajectories)
-    return f"no trajectory for this sampler, only for {there}: it is corrected without"
+    return f"no trajectory for this sampler, only for {there}: samples are drawn without one"
 
 
 def _advance(bar: Any, images: int, evaluations: int) -> None:

@@ -90,13 +90,13 @@ class Drift:
         top = float(per.max())
         heads = ("state", "from t", "miss (nats)", "mean", "std, low", "middle", "high")
         widths = (5, 8, 19, 6, 8, 6, 6)
-        wide = max(2 * self.bands.count, 28)
+        wide = max(2 * self.bands.count, 18)
         title = " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True))
         lines = [
             f"drift of {self.sampler}, {self.trajectories:,} trajectories, moments of {self.data_images:,} "
             f"{'generated ' if self.generated else ''}images",
             "",
-            f"{title}  {rule}{'where, low to high frequency':<{wide}}{rule}",
+            f"{title}  {rule}{'where, low to high':<{wide}}{rule}",
         ]
         thirds = torch.tensor_split(torch.arange(self.bands.count), 3)
         for i, miss in enumerate(self.misses):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +33,10 @@ class Sampler:
     @classmethod
     def of(cls, solver: Any, nfe: int, guidance: float = 1.0) -> Sampler:
         """The sampler that `solver` makes with `nfe` evaluations."""
-        settings = json.loads(json.dumps(solver.settings(), default=_plain))
+        found = json.loads(json.dumps(solver.settings(), default=_plain))
+        # Some schedulers have infinity for a default, which a file's JSON does not.
+        infinite = {n for n, v in found.items() if isinstance(v, float) and not math.isfinite(v)}
+        settings = {name: str(value) if name in infinite else value for name, value in found.items()}
         return cls(solver.name, nfe, settings, float(guidance))
 
     def __str__(self) -> str:
