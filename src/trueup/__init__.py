@@ -26,6 +26,8 @@ _HOME = {
     "attach": "trueup.attachment",
     "detach": "trueup.attachment",
     "evaluate": "trueup.evaluation",
+    "likelihood": "trueup.density",
+    "objectives": "trueup.density",
     "sample": "trueup.sampling",
     "generate": "trueup.sampling",
     "DPMSolver": "trueup.sampling",
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from trueup.attachment import detach as detach
     from trueup.calibration import Calibration as Calibration
     from trueup.denoiser import Denoiser as Denoiser
+    from trueup.density import likelihood as likelihood
+    from trueup.density import objectives as objectives
     from trueup.errors import TrueupError as TrueupError
     from trueup.estimate import Moments as Moments
     from trueup.estimate import calibrate as calibrate

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from trueup.data import Samples, Transform
 from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
 from trueup.parametrization import Parametrization
@@ -62,6 +65,19 @@ class GaussianMixture:
         logits = self.weights.to(x_t).log() - 0.5 * offset.square().sum(2) / variance[:, None]
         return logits.softmax(1), offset, variance
 
+    def log_density(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+        """log q(x_t) in nats, (B,); with alpha = 1 and sigma = 0 that of the data.
+
+        >>> one = GaussianMixture(torch.zeros(1, 1, 2, 2), std=1.0)
+        >>> at_zero = one.log_density(torch.zeros(1, 1, 2, 2), torch.ones(1), torch.zeros(1))
+        >>> round(float(at_zero), 6)  # -2 log(2 pi)
+        -3.675754
+        """
+        _, offset, variance = self._posterior(x_t, alpha, sigma)
+        distance = offset.square().sum(2) / variance[:, None]
+        constant = 0.5 * offset.shape[2] * torch.log(2 * math.pi * variance)
+        return torch.logsumexp(self.weights.to(x_t).log() - 0.5 * distance, 1) - constant
+
     def denoiser(
         self,
         process: NoiseProcess,
@@ -70,23 +86,128 @@ class GaussianMixture:
         dtype: torch.dtype | None = None,
     ) -> Denoiser:
         """The ideal network, or one that errs by `distortion(eps, u, lam)` in eps space."""
-        kind = (
-            parametrization
-            if isinstance(parametrization, Parametrization)
-            else Parametrization(parametrization)
+        return _denoiser(self, process, parametrization, distortion, dtype)
+
+
+class KernelDensity:
+    """The ideal network of a finite data set: what perfect training on it would give (paper, section 3.4).
+
+    x0 is drawn from `samples` (N, C, *spatial), each as likely as another. Its error has mean zero over these
+    samples, and not over others of the same kind: that is the data set's own bias. Labels, one per
+    sample, make it conditional: the posterior is then over the samples of that label.
+
+    >>> points = KernelDensity(torch.tensor([-1.0, 1.0]).reshape(2, 1, 1, 1))
+    >>> x_t = torch.full((1, 1, 1, 1), 0.8)
+    >>> alpha, sigma = torch.tensor([0.8]), torch.tensor([0.6])
+    >>> round(float(points.x0_given(x_t, alpha, sigma)), 4)  # tanh(alpha x_t / sigma^2)
+    0.9446
+    """
+
+    def __init__(self, samples: Tensor, labels: Tensor | None = None):
+        if samples.ndim < 3 or not len(samples):
+            raise TrueupError(f"samples are (count, channels, *spatial), not {tuple(samples.shape)}")
+        if labels is not None and len(labels) != len(samples):
+            raise TrueupError(f"there are {len(samples)} samples and {len(labels)} labels")
+        self.samples, self.labels = samples, labels
+        self._flat: Tensor | None = None  # float64, where it is used
+        self.shape = tuple(samples.shape[1:])
+
+    @classmethod
+    def of(
+        cls, data: Any, shape: Sequence[int], *, images: int | None = None, **options: Any
+    ) -> KernelDensity:
+        """Of whatever `trueup.calibrate` takes as data, in -1..1 unless `model_range` says otherwise."""
+        model_range = options.pop("model_range", (-1.0, 1.0))
+        read = Samples(data, shape, model_range, Transform(**options))
+        batches = list(read.batches(256, limit=images))
+        if not batches:
+            raise TrueupError(f"{read.name} holds no samples")
+        labels = [batch.y for batch in batches if batch.y is not None]
+        return cls(
+            torch.cat([batch.x0 for batch in batches]),
+            torch.cat(labels) if len(labels) == len(batches) else None,
         )
 
-        def network(x_t: Tensor, t: Tensor) -> Tensor:
-            times = t.to(torch.float64)
-            alpha, sigma = process.alpha(times), process.sigma(times)
-            eps = self.eps_given(x_t, alpha, sigma)
-            wide = (-1, *[1] * (x_t.dim() - 1))
-            alpha_wide, sigma_wide = alpha.reshape(wide).to(x_t), sigma.reshape(wide).to(x_t)
-            if distortion is None:
-                return kind.target(self.x0_given(x_t, alpha, sigma), eps, alpha_wide, sigma_wide)
-            eps = eps + distortion(eps, x_t / sigma_wide, process.lam(times).reshape(wide).to(x_t))
-            return kind.from_eps(eps, x_t, alpha_wide, sigma_wide)
+    def sample(self, count: int, seed: int = 0) -> Tensor:
+        """Draws of x0, (count, C, *spatial)."""
+        generator = torch.Generator().manual_seed(seed)
+        return self.samples[torch.randint(len(self.samples), (count,), generator=generator)]
 
-        return Denoiser(
-            network, process, kind, self.shape, data_range=None, dtype=dtype, description="an exact denoiser"
-        )
+    def x0_given(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, y: Tensor | None = None) -> Tensor:
+        """E[x0 | x_t], with one alpha and sigma per row: the samples weighted by how near they are.
+
+        Distances are computed in float64: at low noise they are small differences of large numbers.
+        """
+        flat = self._on(x_t.device)  # (N, D)
+        x, a, s = (v.to(x_t.device, torch.float64) for v in (x_t.flatten(1), alpha, sigma))
+        # |x - alpha x0|^2 less |x|^2, which all samples share
+        distance = (a**2)[:, None] * flat.square().sum(1) - 2 * a[:, None] * (x @ flat.T)
+        logits = -0.5 * distance / (s**2)[:, None]
+        if self.labels is not None and y is not None:
+            other = self.labels.to(y)[None, :] != y[:, None]
+            if bool(other.all(1).any()):
+                raise TrueupError("the data set has no sample with one of these labels")
+            logits = logits.masked_fill(other, -math.inf)
+        return (logits.softmax(1) @ flat).reshape(x_t.shape).to(x_t)
+
+    def eps_given(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, y: Tensor | None = None) -> Tensor:
+        """E[eps | x_t]."""
+        wide = (-1, *[1] * (x_t.dim() - 1))
+        a, s = (v.to(x_t.device, torch.float64).reshape(wide) for v in (alpha, sigma))
+        return ((x_t.double() - a * self.x0_given(x_t.double(), alpha, sigma, y)) / s).to(x_t)
+
+    def _on(self, device: torch.device) -> Tensor:
+        if self._flat is None or self._flat.device != device:
+            with torch.inference_mode(False):
+                self._flat = self.samples.flatten(1).to(device, torch.float64)
+        return self._flat
+
+    def denoiser(
+        self,
+        process: NoiseProcess,
+        parametrization: Parametrization | str = "noise",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        data_range: tuple[float, float] | None = (-1.0, 1.0),
+    ) -> Denoiser:
+        """As a network: calibrate, sample, evaluate or measure its likelihood like any other."""
+        conditional = self.labels is not None
+        return _denoiser(self, process, parametrization, None, dtype, device, data_range, conditional)
+
+
+def _denoiser(
+    ideal: GaussianMixture | KernelDensity,
+    process: NoiseProcess,
+    parametrization: Parametrization | str,
+    distortion: Distortion | None,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None = None,
+    data_range: tuple[float, float] | None = None,
+    conditional: bool = False,
+) -> Denoiser:
+    kind = (
+        parametrization if isinstance(parametrization, Parametrization) else Parametrization(parametrization)
+    )
+
+    def network(x_t: Tensor, t: Tensor, *y: Tensor) -> Tensor:
+        times = t.to(torch.float64)
+        alpha, sigma = process.alpha(times), process.sigma(times)
+        eps = ideal.eps_given(x_t, alpha, sigma, *y)
+        wide = (-1, *[1] * (x_t.dim() - 1))
+        alpha_wide, sigma_wide = alpha.reshape(wide).to(x_t), sigma.reshape(wide).to(x_t)
+        if distortion is None:
+            return kind.target(ideal.x0_given(x_t, alpha, sigma, *y), eps, alpha_wide, sigma_wide)
+        eps = eps + distortion(eps, x_t / sigma_wide, process.lam(times).reshape(wide).to(x_t))
+        return kind.from_eps(eps, x_t, alpha_wide, sigma_wide)
+
+    return Denoiser(
+        network,
+        process,
+        kind,
+        ideal.shape,
+        data_range=data_range,
+        conditional=conditional,
+        device=device,
+        dtype=dtype,
+        description="an exact denoiser",
+    )

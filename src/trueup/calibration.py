@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trueup.correction import Correction
 from trueup.denoiser import same_weights
+from trueup.number import Number
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess, from_settings
 
@@ -134,6 +135,27 @@ class Calibration:
             weights = torch.ones_like(weights)
         return float((weights * self.evidence.gain).sum() / (weights * self.evidence.loss).sum())
 
+    @property
+    def uncalibration(self) -> Number:
+        """How uncalibrated the network is: bits/dim by which correcting it raises the likelihood bound."""
+        nats, error = self.evidence.bound_gain
+        reach = self.evidence.quantile * error
+        return Number(nats, nats - reach, nats + reach).scaled(self.evidence.bits_per_dim(1.0))
+
+    @property
+    def uncalibration_share(self) -> Number:
+        """The same as a share of the score matching loss, of which it is at least that (see `explained`)."""
+        from trueup.estimate.statistics import trapezoid_weights
+
+        e, weights = self.evidence, trapezoid_weights(self.correction.lam)
+        loss = float((weights * e.loss).sum())
+        if len(weights) == 1 or not loss > 0:
+            return Number(self.explained(), math.nan, math.nan)
+        # Levels share their images, so their errors are taken to add up, not to cancel.
+        share, relative = e.bound_gain[0] / loss, float((weights * e.loss_se).sum()) / loss
+        reach = e.quantile * math.hypot(e.bound_gain[1] / loss, share * relative)
+        return Number(share, share - reach, share + reach)
+
     def verdict(self) -> str:
         """What to make of it, in one or two sentences."""
         e = self.evidence
@@ -173,11 +195,13 @@ class Calibration:
                 f"{_pm(gain, z * float(e.gain_se[row])):>18} {percent(gain / loss if loss else math.nan):>8}"
             )
         nats, error = e.bound_gain
-        bits = _pm(e.bits_per_dim(nats), e.bits_per_dim(z * error))
+        bits, share = self.uncalibration, self.uncalibration_share.scaled(100)
         lines += [
             "",
             "loss: E|eps_hat - eps|^2 summed over a sample; intervals and ± are 95%",
-            f"gain of the likelihood bound: {_pm(nats, z * error)} nats, {bits} bits/dim",
+            f"gain of the likelihood bound: {_pm(nats, z * error)} nats",
+            f"uncalibration score: {_pm(bits.value, bits.reach)} bits/dim of the bound, at least "
+            f"{_pm(share.value, share.reach)}% of the score matching loss",
         ]
         if self.generated:
             lines.append("measured on the model's own samples: errors that these share with it do not show")

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trueup.metrics import Estimate, interval, paired_difference
+from trueup.number import Number
 
 # In the order shown: what it is called, and whether more of it is better.
 MEASURES = {
@@ -19,15 +20,6 @@ MEASURES = {
     "colour": ("colour drift (W1)", False),
     "brightness": ("brightness drift (W1)", False),
 }
-
-
-@dataclass(frozen=True)
-class Number:
-    """A value with its 95% interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)

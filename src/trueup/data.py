@@ -27,6 +27,7 @@ from trueup.sources import (
     open_source,
     picture_to_array,
     read_image,
+    refuse_palette,
     split_row,
     to_tensor,
 )
@@ -87,8 +88,11 @@ class Samples:
         model_range: tuple[float, float] | None,
         transform: Transform | None = None,
         skip_bad: bool = False,
+        exact: bool = False,
     ):
         self.skip_bad = skip_bad
+        self.exact = exact  # whether pictures must be what they seem: 8 bits per channel, all of one kind
+        self.eight_bit: bool | None = None  # what the samples read so far were, before scaling
         self.skipped: list[str] = []  # what was wrong with each sample left out
         self.shape = tuple(shape)
         self.model_range = model_range
@@ -182,8 +186,12 @@ class Samples:
         if isinstance(image, (str, Path)):
             where, image = str(image), read_image(Path(image))
         if isinstance(image, Image.Image):
+            if self.exact:
+                refuse_palette(image, where)
             image = picture_to_array(image, self.shape[0], where)
         array = channels_first(to_tensor(image, where), self.shape, where)
+        if self.exact:
+            self._note_depth(array.dtype == torch.uint8, where)
         if tuple(array.shape) != self.shape:
             array = self._resize(array, where)
         x0 = self._scale(array, where)
@@ -192,6 +200,15 @@ class Samples:
         if self.transform.flip and mix(index) & 1:
             x0 = x0.flip(-1)
         return x0
+
+    def _note_depth(self, eight_bit: bool, where: str) -> None:
+        if self.eight_bit is not None and self.eight_bit != eight_bit:
+            kinds = ("floating point", "8-bit")
+            raise DataError(
+                f"{where} is {kinds[eight_bit]}, the samples before it are {kinds[not eight_bit]}: "
+                "a likelihood is that of one or of the other"
+            )
+        self.eight_bit = eight_bit
 
     def _resize(self, array: Tensor, where: str) -> Tensor:
         size, wanted = tuple(array.shape[1:]), self.shape[1:]

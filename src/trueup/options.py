@@ -51,9 +51,21 @@ Samples MODEL with and without the calibration from the same seeds and compares 
 distance and its relatives, precision and recall, colour drift, denoising loss on images the calibration has
 not seen; each with an interval, and plain words where the difference is within noise.
 """
+_LIKELIHOOD = """examples:
+  trueup likelihood bundled:raw --data bundled:images --calibration raw.trueup.safetensors
+  trueup likelihood bundled:ema --data bundled:images --ode --images 8
+  trueup likelihood bundled:ema --data bundled:images --steps 1000 --json -o ema.likelihood.json
+
+Says how likely images are under MODEL, in bits per dimension, less is better; with a calibration also under
+the calibrated model, and the difference image by image. --bound: the variational bound, in continuous time or
+of a chain of --steps. --ode: exactly, by the probability flow. --dsm: the score matching objectives behind
+the bound. Images that made the calibration are passed over where the data begins with them. With -o,
+interrupted work goes on where it was.
+"""
 _INSPECT = """examples:
   trueup inspect raw.trueup.safetensors
   trueup inspect raw.trueup.safetensors --json
+  trueup inspect raw.trueup.safetensors --figure raw.png
 """
 _DEMO = """examples:
   trueup demo
@@ -120,6 +132,7 @@ def parser() -> _Parser:
         metavar="X",
         help="exit with 1 if calibrating would surely gain more than X bits/dim of the likelihood bound",
     )
+    check.add_argument("--figure", type=Path, metavar="FILE", help=_FIGURE)
     check.set_defaults(command="check", parser=check)
 
     sample = commands.add_parser("sample", help="draw samples, calibrated or not", opening=_SAMPLE)
@@ -164,9 +177,50 @@ def parser() -> _Parser:
     evaluate.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: FILE.run)")
     evaluate.set_defaults(command="evaluate", parser=evaluate)
 
+    likelihood = commands.add_parser(
+        "likelihood", help="how likely images are, calibrated or not", opening=_LIKELIHOOD
+    )
+    likelihood.add_argument("--calibration", type=Path, metavar="FILE", help="what `calibrate` wrote")
+    which = likelihood.add_mutually_exclusive_group()
+    for name, text in (
+        ("bound", "the variational bound (default)"),
+        ("ode", "exact, by the probability flow"),
+        ("dsm", "denoising score matching per level, and in total under four weightings"),
+    ):
+        which.add_argument(f"--{name}", action="store_const", dest="method", const=name, help=text)
+    bound = likelihood.add_argument_group("bound")
+    bound.add_argument(
+        "--steps", type=_positive, metavar="T", help="of a chain of T steps (default: continuous)"
+    )
+    bound.add_argument("--variance", choices=("small", "large", "learned_range"), help="of its reverse steps")
+    bound.add_argument("--draws", type=_positive, metavar="N", help="noise levels per image (default: 8)")
+    bound.add_argument(
+        "--uniform", action="store_true", help="draw levels evenly in time, not where the loss is"
+    )
+    ode = likelihood.add_argument_group("ode")
+    ode.add_argument("--tolerance", type=_positive_float, metavar="X", help="of its steps (default: 1e-4)")
+    ode.add_argument(
+        "--trace", choices=("rademacher", "gaussian", "exact"), help="how to find the divergence"
+    )
+    ode.add_argument("--probes", type=_positive, metavar="N", help="of Hutchinson's estimator (default: 1)")
+    ode.add_argument(
+        "--start",
+        choices=("noise", "data"),
+        help="with the least noise (default), or at the image itself, dequantized uniformly",
+    )
+    _add_data(likelihood, images=None)
+    _add_model(likelihood)
+    likelihood.add_argument("--trust", action="store_true", help="even if the model seems to be used wrongly")
+    likelihood.add_argument("--guidance", type=float, default=1.0, help=argparse.SUPPRESS)
+    likelihood.add_argument("-o", "--output", type=Path, metavar="FILE", help="write JSON, with every image")
+    likelihood.add_argument("--force", action="store_true", help="replace FILE if it exists")
+    likelihood.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: FILE.run)")
+    likelihood.set_defaults(command="likelihood", parser=likelihood, method="bound")
+
     inspect = commands.add_parser("inspect", help="print what a calibration file says", opening=_INSPECT)
     inspect.add_argument("file", metavar="FILE", help="a .trueup.safetensors file")
     inspect.add_argument("--json", action="store_true", help="JSON on standard output")
+    inspect.add_argument("--figure", type=Path, metavar="FILE", help=_FIGURE)
     inspect.set_defaults(command="inspect", parser=inspect, quiet=False)
 
     demo = commands.add_parser(
@@ -186,16 +240,21 @@ _SOLVERS = (
     "dpm-solver-1, -2, -3 (default), each also with -fixed or -adaptive; ddim, ddpm, pndm, dpm++2m, dpm++2s, "
     "unipc, deis, euler, euler-a, heun, kdpm2, edm-euler, flow-euler; or the class of a diffusers scheduler"
 )
+_FIGURE = "draw the size of the mean residual over time, the paper's figure 1 (.png, .svg or .pdf)"
 _NFE = "evaluations of the network per sample, at most (default: 20); adaptive solvers decide themselves"
 
 
-def _add_data(parser: _Parser, images: int) -> Any:
+def _add_data(parser: _Parser, images: int | None) -> Any:
     data = parser.add_argument_group("images")
     data.add_argument(
         "--data", metavar="DATA", help="a folder of images, a .npy or .npz file, or bundled:images"
     )
     data.add_argument(
-        "--images", type=_positive, default=images, metavar="N", help="use the first N (default: %(default)s)"
+        "--images",
+        type=_positive,
+        default=images,
+        metavar="N",
+        help=f"use the first N (default: {images or '200, or 32 with --ode'})",
     )
     data.add_argument(
         "--resize", choices=("shorter", "exact"), help="make images the model's size; else they must be"

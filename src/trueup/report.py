@@ -91,6 +91,10 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
             for unit, scale in (("nats", 1.0), ("bits_per_dim", e.bits_per_dim(1.0)))
         },
         "share_of_loss_removed": _number(calibration.explained()),
+        "uncalibration": {
+            "bits_per_dim": calibration.uncalibration.as_json(),
+            "share_of_loss": calibration.uncalibration_share.as_json(),
+        },
         "levels": levels,
         "model": calibration.provenance.get("model"),
         "parametrization": calibration.provenance["parametrization"],

@@ -97,6 +97,16 @@ def read_image(path: Path) -> Image.Image:
         raise DataError(f"{path} cannot be read as an image: {error}") from None
 
 
+def refuse_palette(image: Image.Image, where: str) -> None:
+    """Raise for a picture whose values were quantized to a palette, or to one bit."""
+    if image.mode in ("P", "PA", "1"):
+        kind = "one-bit" if image.mode == "1" else "palette"
+        raise DataError(
+            f"{where} is a {kind} image ({image.mode}): its values were quantized, and the likelihood "
+            "would be that of the palette; use the original, or convert it to 8 bits per channel"
+        )
+
+
 def picture_to_array(image: Image.Image, channels: int, where: str) -> np.ndarray[Any, Any]:
     """A picture as 8-bit (channels, height, width); nothing is dropped to make it fit."""
     if image.mode.startswith(("I", "F")):

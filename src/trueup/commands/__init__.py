@@ -1,7 +1,8 @@
 """What the commands of the command line do: call the library, print what it says."""
 
 from trueup.commands.calibrating import calibrate, check, demo, inspect
+from trueup.commands.measuring import likelihood
 from trueup.commands.sampling import evaluate, sample
 from trueup.commands.shared import bundled
 
-__all__ = ["bundled", "calibrate", "check", "demo", "evaluate", "inspect", "sample"]
+__all__ = ["bundled", "calibrate", "check", "demo", "evaluate", "inspect", "likelihood", "sample"]

@@ -20,6 +20,7 @@ from trueup.denoiser import Denoiser
 from trueup.diagnose import IMAGES, diagnose
 from trueup.errors import DataError, TrueupError
 from trueup.estimate import Moments, fit, measure
+from trueup.figure import check_figure, draw
 from trueup.report import as_json, plain_output, show
 from trueup.sampling import as_solver, generate
 from trueup.sampling.draw import Solver
@@ -73,7 +74,7 @@ def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path) -> Mome
     """The network measured on data, or on its own samples."""
     begun = (run / "checkpoint.safetensors").exists()  # then it was looked at
     if options.generated is None:
-        problem = None if begun or options.trust else _diagnose(denoiser, options)
+        problem = None if begun or options.trust else look_for_mistakes(denoiser, options)
         if problem:
             raise TrueupError(f"{problem} (or pass --trust to calibrate as it is)")
         return _moments(denoiser, bundled(options.data), options, run)
@@ -170,16 +171,19 @@ def check(options: argparse.Namespace) -> int:
     _check_sampler_options(options)
     if options.sampler is not None:
         return _check_samplers(options)
+    if options.figure is not None:
+        check_figure(options.figure)
     if options.calibration is not None:
         raise TrueupError("--calibration goes with --sampler: how its states drift with the calibration")
     if options.data is None:
         raise DataError("say what to measure on: --data")
     denoiser = open_model(options)
-    problem = _diagnose(denoiser, options)
+    problem = look_for_mistakes(denoiser, options)
     moments = _moments(denoiser, bundled(options.data), options, None)
     calibration = fit(moments, family=options.family, estimator=options.estimator)
-    nats, error = calibration.evidence.bound_gain
-    low = calibration.evidence.bits_per_dim(nats - calibration.evidence.quantile * error)
+    if options.figure is not None:
+        draw(calibration, options.figure)
+    low = calibration.uncalibration.low
     failed = options.fail_above is not None and low > options.fail_above
     _report(calibration, options, {"problem": problem, "failed": failed, "skipped": moments.skipped})
     if problem:
@@ -195,8 +199,9 @@ def check(options: argparse.Namespace) -> int:
 
 def _check_samplers(options: argparse.Namespace) -> int:
     """`trueup check --sampler`: how far states drift."""
-    if options.fail_above is not None:
-        raise TrueupError("--fail-above is about the network: leave out --sampler")
+    for name in ("fail_above", "figure"):
+        if getattr(options, name) is not None:
+            raise TrueupError(f"--{name.replace('_', '-')} is about the network: leave out --sampler")
     if (options.data is None) == (options.calibration is None):
         raise DataError("say what states should be like: --data, or a --calibration that knows its moments")
     denoiser = open_model(options)
@@ -207,7 +212,7 @@ def _check_samplers(options: argparse.Namespace) -> int:
         source: Any = load(options.calibration)
         attach(denoiser, source).remove()  # or say now that it does not fit
     else:
-        source, problem = bundled(options.data), _diagnose(denoiser, options)
+        source, problem = bundled(options.data), look_for_mistakes(denoiser, options)
         names = ("images", "resize", "crop", "flip", "data_range", "skip_bad")
         how = {name: getattr(options, name) for name in names}
     found = []
@@ -233,6 +238,8 @@ def _check_samplers(options: argparse.Namespace) -> int:
 def inspect(options: argparse.Namespace) -> int:
     """`trueup inspect`."""
     calibration = load(options.file)
+    if options.figure is not None:
+        draw(calibration, options.figure)
     _report(calibration, options, {"file": options.file})
     if not options.json:
         origin = calibration.provenance
@@ -252,10 +259,12 @@ def demo(options: argparse.Namespace) -> int:
     return 0
 
 
-def _diagnose(denoiser: Denoiser, options: argparse.Namespace) -> str | None:
+def look_for_mistakes(denoiser: Denoiser, options: argparse.Namespace) -> str | None:
+    """The likeliest way in which the model is used wrongly, or None."""
     transform = Transform(options.resize, options.crop, options.flip, options.data_range)
     samples = Samples(bundled(options.data), denoiser.shape, denoiser.data_range, transform, options.skip_bad)
-    batch = next(samples.batches(min(IMAGES, options.images), limit=options.images), None)
+    count = min(IMAGES, options.images or IMAGES)
+    batch = next(samples.batches(count, limit=count), None)
     if batch is None:
         return None  # measuring says what is wrong
     say(options, f"looking for the usual mistakes on {len(batch.index)} images")

@@ -1,0 +1,139 @@
+"""Dormand and Prince's Runge-Kutta 5(4) for a batch of systems, each with steps of its own.
+
+Kept libraries step a batch as one system: what an image gets then depends on its neighbours, and the whole
+batch takes the steps of its worst member. Here every row has its own step, error and end, as in torchode
+(which is no longer kept); a row that cannot be integrated is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Hairer, Norsett and Wanner, Solving Ordinary Differential Equations I, table II.5.2.
+_NODES = (0.0, 1 / 5, 3 / 10, 4 / 5, 8 / 9, 1.0, 1.0)
+_STAGES = (
+    (),
+    (1 / 5,),
+    (3 / 40, 9 / 40),
+    (44 / 45, -56 / 15, 32 / 9),
+    (19372 / 6561, -25360 / 2187, 64448 / 6561, -212 / 729),
+    (9017 / 3168, -355 / 33, 46732 / 5247, 49 / 176, -5103 / 18656),
+    (35 / 384, 0.0, 500 / 1113, 125 / 192, -2187 / 6784, 11 / 84),
+)
+_FOURTH = (5179 / 57600, 0.0, 7571 / 16695, 393 / 640, -92097 / 339200, 187 / 2100, 1 / 40)
+_FIFTH = (*_STAGES[-1], 0.0)
+_ERROR = tuple(a - b for a, b in zip(_FIFTH, _FOURTH, strict=True))
+_SAFETY, _SHRINK, _GROW = 0.9, 0.2, 5.0
+_FIRST = 0.01  # of the interval
+_SMALLEST = 1e-6  # of the interval: a step that would have to be smaller is no step
+_MOST = 5000  # steps of a row
+
+# (x (B, d), time (B,), rows (B,)) -> (dx, dextra)
+Field = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Failure(Exception):
+    """Rows that could not be integrated: where the first was, and the tolerance it would have met."""
+
+    def __init__(self, row: int, time: float, best: float | None):
+        self.row, self.time, self.best = row, time, best  # best None: values that are not finite
+
+
+@dataclass
+class Solution:
+    """Where rows end, and what it took."""
+
+    x: Tensor  # (B, d)
+    extra: Tensor  # (B,)
+    evaluations: Tensor  # (B,) of the field, rejected steps included
+
+
+def solve(
+    field: Field,
+    x: Tensor,
+    start: float,
+    end: float,
+    tolerance: float,
+    advance: Callable[[Tensor], None] | None = None,
+) -> Solution:
+    """Integrate (x, extra) from `start` to `end`, extra from 0, to a relative and absolute tolerance.
+
+    `field(x, time, rows)` gets the rows that are still going. The error of a step is that of x in root mean
+    square, or that of extra if larger; `advance` is told how far along rows are, 0 to 1.
+
+    >>> exact = lambda x, time, rows: (-x, x[:, 0])
+    >>> ends = solve(exact, torch.ones(1, 1, dtype=torch.float64), 0.0, 1.0, 1e-9)
+    >>> bool((ends.x - math.exp(-1)).abs() < 1e-9), bool((ends.extra - (1 - math.exp(-1))).abs() < 1e-9)
+    (True, True)
+    """
+    count, span, device = len(x), end - start, x.device
+    x = x.clone()
+    extra = x.new_zeros(count)
+    done = x.new_zeros(count)  # share of the interval
+    h = torch.full_like(done, _FIRST)
+    best = torch.full_like(done, math.inf)  # smallest error of an attempt at the present step
+    evaluations = torch.zeros(count, dtype=torch.int64, device=device)
+    rows = torch.arange(count, device=device)
+
+    def slopes(x: Tensor, share: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        dx, de = field(x, start + span * share, rows)
+        evaluations[rows] += 1
+        return span * dx.to(x), span * de.to(x)
+
+    first = slopes(x, done, rows)  # of the coming step of every row in `rows`
+    for _ in range(_MOST):
+        step = torch.minimum(h[rows], 1 - done[rows])
+        ks = [first]
+        for node, weights in zip(_NODES[1:], _STAGES[1:], strict=True):
+            at = x[rows] + step[:, None] * _combine(weights, [k[0] for k in ks])
+            ks.append(slopes(at, done[rows] + node * step, rows))
+        x_new = at  # the last stage is the step itself
+        e_new = extra[rows] + step * _combine(_FIFTH, [k[1] for k in ks])
+        error_x = (step[:, None] * _combine(_ERROR, [k[0] for k in ks])).abs()
+        error_e = (step * _combine(_ERROR, [k[1] for k in ks])).abs()
+        scale_x = 1 + torch.maximum(x[rows].abs(), x_new.abs())
+        scale_e = 1 + torch.maximum(extra[rows].abs(), e_new.abs())
+        error = torch.maximum((error_x / scale_x).square().mean(1).sqrt(), error_e / scale_e)
+        if not torch.isfinite(error).all():
+            bad = int((~torch.isfinite(error)).nonzero()[0])
+            raise Failure(int(rows[bad]), start + span * float(done[rows[bad]]), None)
+        ratio = error / tolerance
+        accepted = ratio <= 1
+        factor = (_SAFETY * ratio.clamp_min(1e-10) ** -0.2).clamp(_SHRINK, _GROW)
+        best[rows] = torch.where(accepted, math.inf, torch.minimum(best[rows], error))
+        taken = rows[accepted]
+        x[taken], extra[taken] = x_new[accepted], e_new[accepted]
+        done[taken] = torch.where(step[accepted] >= 1 - done[taken], 1.0, done[taken] + step[accepted])
+        # A last step cut short by the end says nothing about the next; there is none.
+        h[rows] = torch.where(accepted, step * factor, step * factor.clamp_max(1.0))
+        if advance is not None:
+            advance(done)
+        stuck = (h[rows] < _SMALLEST) & (done[rows] < 1)
+        if stuck.any():
+            row = int(rows[stuck][0])
+            raise Failure(row, start + span * float(done[row]), float(best[row].clamp_max(1.0)))
+        first = tuple(  # type: ignore[assignment]
+            torch.where(accepted.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+            for new, old in zip(ks[-1], first, strict=True)
+        )
+        going = done[rows] < 1
+        if not going.all():
+            rows, first = rows[going], (first[0][going], first[1][going])
+        if not len(rows):
+            return Solution(x, extra, evaluations)
+    row = int(rows[0])
+    raise Failure(row, start + span * float(done[row]), float(min(1.0, 10 * tolerance)))
+
+
+def _combine(weights: tuple[float, ...], values: list[Tensor]) -> Tensor:
+    """The weighted sum; weights of zero cost nothing."""
+    total = torch.zeros_like(values[0])
+    for weight, value in zip(weights, values, strict=True):
+        if weight:
+            total.add_(value, alpha=weight)
+    return total

@@ -1,0 +1,191 @@
+"""What a likelihood came out as: per image, in the mean, before and after, with intervals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trueup.number import Number
+
+_FEWEST = 20  # images before anything is called a disagreement
+
+
+@dataclass
+class Likelihood:
+    """What `trueup.likelihood` returns. Terms are nats per image; `bits_per_dim` and the table are bits/dim.
+
+    `before` and `after` are negative log-likelihoods, or bounds above them: less is better.
+    """
+
+    method: str  # "bound" or "ode"
+    description: str  # how it was found, in words
+    dimensions: int
+    discrete: bool  # a probability of 8-bit values, or a density
+    index: list[int]  # of each image in the data
+    terms: dict[
+        str, tuple[Tensor, Tensor | None]
+    ]  # name -> (before, after), (N,) each; they sum to the total
+    settings: dict[str, Any]
+    evaluations: tuple[float, float | None]  # of the network, per image, before and after
+    start_bias: tuple[Tensor, Tensor | None] | None = None  # see docs/math.md, equation 49
+    promised: tuple[float, float] | None = (
+        None  # the calibration's own gain of the bound in nats, and its reach
+    )
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.before = self._total(0)
+        self.after = self._total(1) if self.calibrated else None
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether there is an after."""
+        return all(after is not None for _, after in self.terms.values())
+
+    def _total(self, side: int) -> Tensor:
+        return torch.stack([pair[side] for pair in self.terms.values()]).sum(0)  # type: ignore[misc]
+
+    def bits_per_dim(self, nats: Tensor) -> Tensor:
+        """Nats per image as bits per dimension."""
+        return nats / (self.dimensions * math.log(2))
+
+    def mean(self, after: bool = False) -> Number:
+        """The mean in bits/dim."""
+        values = self.after if after else self.before
+        if values is None:
+            raise ValueError("there is no calibration to have an after")
+        return Number.mean(self.bits_per_dim(values))
+
+    def difference(self, term: str | None = None) -> Number | None:
+        """After less before in bits/dim, image by image; None without a calibration."""
+        if not self.calibrated or self.after is None:
+            return None
+        before, after = (self.before, self.after) if term is None else self.terms[term]
+        assert after is not None
+        return Number.mean(self.bits_per_dim(after - before))
+
+    def agreement(self) -> str | None:
+        """Whether the bound moved by what the calibration said it would (equation 26), in words."""
+        if self.promised is None or "diffusion" not in self.terms:
+            return None
+        measured = self.difference("diffusion")
+        assert measured is not None
+        scale = self.dimensions * math.log(2)
+        value, reach = self.promised[0] / scale, self.promised[1] / scale
+        found, error = -measured.value, measured.reach
+        words = f"diffusion term: predicted gain {value:.2g} ± {reach:.1g}, found {found:.2g} ± {error:.1g}"
+        if len(self.index) < _FEWEST:  # an interval of so few says little
+            return f"{words} bits/dim"
+        apart = abs(found - value) > math.hypot(reach, error)
+        return f"{words} bits/dim: {'they DISAGREE' if apart else 'they agree'}"
+
+    def table(self) -> str:
+        """For a terminal."""
+        unit = "bits/dim" if self.discrete else "bits/dim of a density, which may be negative"
+        count = len(self.index)
+        kind = "bound on the negative log-likelihood" if self.method == "bound" else "negative log-likelihood"
+        lines = [
+            f"{kind}, {unit}, {count:,} image{'s' * (count != 1)}; less is better",
+            f"  {self.description}",
+        ]
+        head = f"  {'':12} {'uncalibrated':>20}"
+        lines.append(head + (f" {'calibrated':>20}   difference, 95% interval" if self.calibrated else ""))
+        names: list[str | None] = [*self.terms] if len(self.terms) > 1 else []
+        for name in [*names, None]:
+            before, after = (self.before, self.after) if name is None else self.terms[name]
+            line = f"  {name or 'total':12} {_fixed(Number.mean(self.bits_per_dim(before))):>20}"
+            change = self.difference(name)
+            if after is not None and change is not None:
+                line += f" {_fixed(Number.mean(self.bits_per_dim(after))):>20}   {_change(change)}"
+            lines.append(line)
+        if self.start_bias is not None:
+            lines.append(self._bias_line())
+        told = self.agreement()
+        if told is not None:
+            lines.append(f"  {told}")
+        made = self.evaluations[0]
+        both = f", {self.evaluations[1]:.4g} calibrated" if self.evaluations[1] is not None else ""
+        lines.append(f"  evaluations of the network per image: {made:.4g}{both}")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _bias_line(self) -> str:
+        assert self.start_bias is not None
+        values = [float(self.bits_per_dim(v).mean()) for v in self.start_bias if v is not None]
+        shown = " and ".join(f"{value:+.4f}" for value in values)
+        return (
+            f"  starting at the least noise the model knows instead of at none: {shown} bits/dim left out, "
+            "to first order"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; what is not known is null."""
+
+        def plain(mean: Number | None) -> dict[str, float | None] | None:
+            return None if mean is None else mean.as_json()
+
+        def side(name: str | None, which: int) -> dict[str, float | None] | None:
+            values = (self.before, self.after)[which] if name is None else self.terms[name][which]
+            return None if values is None else plain(Number.mean(self.bits_per_dim(values)))
+
+        def rows(name: str | None) -> dict[str, Any]:
+            found = {
+                "before": side(name, 0),
+                "after": side(name, 1),
+                "difference": plain(self.difference(name)),
+            }
+            return {key: value for key, value in found.items() if value is not None}
+
+        images = [
+            {
+                "index": index,
+                "before": _number(float(self.bits_per_dim(self.before[row]))),
+                **(
+                    {}
+                    if self.after is None
+                    else {"after": _number(float(self.bits_per_dim(self.after[row])))}
+                ),
+            }
+            for row, index in enumerate(self.index)
+        ]
+        bias = None
+        if self.start_bias is not None:
+            bias = [_number(float(self.bits_per_dim(v).mean())) for v in self.start_bias if v is not None]
+        return {
+            "method": self.method,
+            "description": self.description,
+            "unit": "bits/dim",
+            "of": "probability of 8-bit values" if self.discrete else "density",
+            "images": len(self.index),
+            "dimensions": self.dimensions,
+            "total": rows(None),
+            "terms": {name: rows(name) for name in self.terms},
+            "start_bias": bias,
+            "agreement": self.agreement(),
+            "evaluations": [v for v in self.evaluations if v is not None],
+            "settings": self.settings,
+            "notes": self.notes,
+            "per_image": images,
+        }
+
+
+def _fixed(number: Number) -> str:
+    if math.isnan(number.low):
+        return f"{number.value:.4f}"
+    return f"{number.value:.4f} ± {number.reach:.2g}"
+
+
+def _change(change: Number) -> str:
+    if math.isnan(change.low):
+        return f"{change.value:+.3g} (one image: no interval)"
+    if change.low == change.high == 0:
+        return "none"
+    word = "better" if change.high < 0 else "WORSE" if change.low > 0 else "within noise"
+    return f"{change.value:+.3g} ({change.low:+.3g} to {change.high:+.3g}) {word}"
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,90 @@
+"""The paper's figure 1 for any model: the size of the mean residual over time, and what it costs the bound.
+
+Networks that predict data, velocity, a score or a flow are read as noise first, so that their curves compare.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trueup.calibration import Calibration
+from trueup.errors import TrueupError
+from trueup.files import write
+from trueup.number import Number
+from trueup.process import VE
+
+_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+@dataclass
+class Curves:
+    """Both rows of the figure at times t (L,): value, and the ends of a 95% band, (3, L) each."""
+
+    t: Tensor
+    size: Tensor  # |E[eps_hat] - E[eps]|^2 / 2
+    rate: Tensor  # g^2/(2 sigma^2) times the square: nats per unit of t
+    area: Number  # under `rate`: nats by which a shift raises the bound
+
+
+def curves(calibration: Calibration) -> Curves:
+    """The curves of the network a calibration was measured on; unbiased, so they may dip below zero."""
+    e, process = calibration.evidence, calibration.process
+    squares = torch.stack([e.eta2, e.eta2_low, e.eta2_high])
+    return Curves(
+        calibration.t, 0.5 * squares, -process.dlam(calibration.t) * squares, Number(*e.shift_bound_gain)
+    )
+
+
+def check_figure(path: Path) -> Any:
+    """Matplotlib's figure, or what stands in the way of drawing one."""
+    if path.suffix.lower() not in _SUFFIXES:
+        raise TrueupError(f"{path}: a figure ends in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise TrueupError("drawing a figure needs matplotlib: pip install 'trueup[figures]'") from None
+    return Figure
+
+
+def draw(calibrations: Mapping[str, Calibration] | Calibration, path: str | PathLike[str]) -> None:
+    """Draw the figure to a .png, .svg or .pdf file, one column per calibration."""
+    path = Path(path)
+    Figure = check_figure(path)
+    named = {"": calibrations} if isinstance(calibrations, Calibration) else dict(calibrations)
+    figure = Figure(figsize=(4.2 * len(named), 5.2), layout="constrained")
+    axes = figure.subplots(2, len(named), squeeze=False, sharex="col")
+    for column, (name, calibration) in enumerate(named.items()):
+        found = curves(calibration)
+        bits = calibration.evidence.bits_per_dim(1.0)
+        t = found.t.numpy()
+        labels = (
+            r"$\frac{1}{2}\|E[\epsilon_\theta]\|^2$",
+            r"$\frac{g^2}{2\sigma^2}\|E[\epsilon_\theta]\|^2$",
+        )
+        for row, values in enumerate((found.size, found.rate)):
+            axis = axes[row, column]
+            value, low, high = values.clamp_min(0.0).numpy()
+            axis.fill_between(t, low, high, color="C0", alpha=0.25, linewidth=0)
+            axis.plot(t, value, color="C0", marker=".", linewidth=1)
+            axis.set_ylabel(labels[row])
+            axis.set_ylim(bottom=0)
+            if isinstance(calibration.process, VE):
+                axis.set_xscale("log")
+        area = found.area
+        axes[0, column].set_title(name)
+        axes[1, column].set_title(
+            f"{area.value:.3g} nats ({area.low:.3g} to {area.high:.3g}), {area.value * bits:.2g} bits/dim",
+            fontsize="small",
+        )
+        axes[1, column].set_xlabel("t")
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix.lower()[1:], dpi=150)
+    write(path, content.getvalue())
