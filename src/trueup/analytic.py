@@ -100,7 +100,7 @@ class KernelDensity:
     >>> x_t = torch.full((1, 1, 1, 1), 0.8)
     >>> alpha, sigma = torch.tensor([0.8]), torch.tensor([0.6])
     >>> round(float(points.x0_given(x_t, alpha, sigma)), 4)  # tanh(alpha x_t / sigma^2)
-    0.9446
+    0.9445
     """
 
     def __init__(self, samples: Tensor, labels: Tensor | None = None):

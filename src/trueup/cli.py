@@ -81,7 +81,13 @@ def _as_options(message: str, options: argparse.Namespace) -> str:
         ("pass force=True to replace", "pass --force to replace"),
     ):
         message = message.replace(words, option)
-    one_image = ("cannot be read as an image", "is a colour image", "has transparency")
+    one_image = (
+        "cannot be read as an image",
+        "is a colour image",
+        "has transparency",
+        "its values were quantized",
+        "convert it to 8 bits first",
+    )
     if any(words in message for words in one_image) and not getattr(options, "skip_bad", False):
         message += " (--skip-bad leaves such images out)"
     return message

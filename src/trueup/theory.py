@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trueup.denoiser import Denoiser
 from trueup.density.flow import with_divergence
@@ -206,7 +207,8 @@ def trace_gradient(model: Any, x_t: Tensor, t: float, y: Tensor | None = None) -
     """Gradient in x_t (*shape) of the trace of d eps_hat / d x_t: the third order term of appendix A.4."""
     denoiser = as_denoiser(model)
     times = torch.full((1,), float(t), dtype=torch.float64)
-    with denoiser.evaluating(), torch.enable_grad():
+    # Attention's fast kernels have no second derivative.
+    with denoiser.evaluating(), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         x = x_t.to(denoiser.device)[None].detach().requires_grad_(True)
         eps = _eps(denoiser, x, times, y)
         trace = torch.zeros((), dtype=eps.dtype, device=eps.device)

@@ -85,6 +85,10 @@ class Bound:
             terms[f"diffusion_{name}"] = values
         for name, values in zip(("before", "after"), self._decoder(batch, x0, y, eight_bit), strict=True):
             terms[f"decoder_{name}"] = values
+        finite = torch.stack([torch.isfinite(values).cpu() for values in terms.values()]).all(0)
+        if not finite.all():
+            index = int(batch.index[~finite][0])
+            raise ModelError(f"the network returned values that are not finite for image {index}")
         terms["evaluations"] = torch.full((len(x0),), float(self._count + eight_bit), dtype=torch.float64)
         return {name: values.cpu() for name, values in terms.items()}
 

@@ -145,11 +145,11 @@ def _calibrated(denoiser: Denoiser, calibration: Calibration | None) -> Abstract
 def _failed(failure: Failure, name: str, process: NoiseProcess, tolerance: float) -> ModelError:
     """A failed integration in words."""
     t = float(process.t_of_lam(failure.time))
-    if failure.best is None:
+    if math.isnan(failure.best):
         return ModelError(
             f"the network returned values that are not finite at t = {t:.4g} on the path of {name}"
         )
     return ModelError(
         f"a tolerance of {tolerance:g} cannot be met: at t = {t:.4g} on the path of {name} the best reached "
-        f"is {failure.best:.1g}; ask for more than that"
+        f"in steps worth taking is {failure.best:.1g}; ask for more than that"
     )

@@ -30,18 +30,24 @@ _FIFTH = (*_STAGES[-1], 0.0)
 _ERROR = tuple(a - b for a, b in zip(_FIFTH, _FOURTH, strict=True))
 _SAFETY, _SHRINK, _GROW = 0.9, 0.2, 5.0
 _FIRST = 0.01  # of the interval
-_SMALLEST = 1e-6  # of the interval: a step that would have to be smaller is no step
-_MOST = 5000  # steps of a row
+_SMALLEST = 1e-5  # of the interval: a step that would have to be smaller is no step
+_USEFUL = 0.004  # of the interval: 250 steps to the end
+_LOOK = 50  # steps after which the pace must be one that arrives
+_MOST = 1000  # steps of a row, rejected ones included; networks take 10 to 50
 
 # (x (B, d), time (B,), rows (B,)) -> (dx, dextra)
 Field = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Failure(Exception):
-    """Rows that could not be integrated: where the first was, and the tolerance it would have met."""
+    """A row that could not be integrated: how far it got, and the tolerance that useful steps would have met.
 
-    def __init__(self, row: int, time: float, best: float | None):
-        self.row, self.time, self.best = row, time, best  # best None: values that are not finite
+    `best` is nan where values are not finite.
+    """
+
+    def __init__(self, row: int, time: float, best: float):
+        super().__init__(f"row {row} at {time:g}")
+        self.row, self.time, self.best = row, time, best
 
 
 @dataclass
@@ -76,7 +82,7 @@ def solve(
     extra = x.new_zeros(count)
     done = x.new_zeros(count)  # share of the interval
     h = torch.full_like(done, _FIRST)
-    best = torch.full_like(done, math.inf)  # smallest error of an attempt at the present step
+    useful = torch.full_like(done, 2 * tolerance)  # largest error of a rejected step worth taking
     evaluations = torch.zeros(count, dtype=torch.int64, device=device)
     rows = torch.arange(count, device=device)
 
@@ -86,7 +92,7 @@ def solve(
         return span * dx.to(x), span * de.to(x)
 
     first = slopes(x, done, rows)  # of the coming step of every row in `rows`
-    for _ in range(_MOST):
+    for attempt in range(1, _MOST + 1):
         step = torch.minimum(h[rows], 1 - done[rows])
         ks = [first]
         for node, weights in zip(_NODES[1:], _STAGES[1:], strict=True):
@@ -101,11 +107,12 @@ def solve(
         error = torch.maximum((error_x / scale_x).square().mean(1).sqrt(), error_e / scale_e)
         if not torch.isfinite(error).all():
             bad = int((~torch.isfinite(error)).nonzero()[0])
-            raise Failure(int(rows[bad]), start + span * float(done[rows[bad]]), None)
+            raise Failure(int(rows[bad]), start + span * float(done[rows[bad]]), math.nan)
         ratio = error / tolerance
         accepted = ratio <= 1
         factor = (_SAFETY * ratio.clamp_min(1e-10) ** -0.2).clamp(_SHRINK, _GROW)
-        best[rows] = torch.where(accepted, math.inf, torch.minimum(best[rows], error))
+        wanted = (step >= _USEFUL) & ~accepted
+        useful[rows] = torch.where(wanted, torch.maximum(error, useful[rows]), useful[rows])
         taken = rows[accepted]
         x[taken], extra[taken] = x_new[accepted], e_new[accepted]
         done[taken] = torch.where(step[accepted] >= 1 - done[taken], 1.0, done[taken] + step[accepted])
@@ -114,9 +121,10 @@ def solve(
         if advance is not None:
             advance(done)
         stuck = (h[rows] < _SMALLEST) & (done[rows] < 1)
+        stuck |= (attempt >= _LOOK) & (done[rows] * _MOST < attempt)  # it would not get there
         if stuck.any():
             row = int(rows[stuck][0])
-            raise Failure(row, start + span * float(done[row]), float(best[row].clamp_max(1.0)))
+            raise Failure(row, start + span * float(done[row]), float(useful[row]))
         first = tuple(  # type: ignore[assignment]
             torch.where(accepted.reshape(-1, *[1] * (new.ndim - 1)), new, old)
             for new, old in zip(ks[-1], first, strict=True)
@@ -126,8 +134,7 @@ def solve(
             rows, first = rows[going], (first[0][going], first[1][going])
         if not len(rows):
             return Solution(x, extra, evaluations)
-    row = int(rows[0])
-    raise Failure(row, start + span * float(done[row]), float(min(1.0, 10 * tolerance)))
+    raise AssertionError("a row that is never stuck arrives")
 
 
 def _combine(weights: tuple[float, ...], values: list[Tensor]) -> Tensor:

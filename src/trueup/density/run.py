@@ -116,7 +116,7 @@ def likelihood(
     kept = None if run is None else Kept(Path(run), settings, force=force)
     with denoiser.evaluating(), torch.inference_mode(False):
         rows = _collect(denoiser, samples, first, count, size, how, kept, progress)
-    if not len(rows["index"]):
+    if not len(rows["sample"]):
         raise DataError(f"{samples.name} holds no samples to measure the likelihood of")
     if samples.skipped:
         notes.append(f"{len(samples.skipped)} images left out: {samples.skipped[0]}")
@@ -197,7 +197,7 @@ def _collect(
                 bar.refresh()
 
             rows = how(part, eight_bit, advance)
-            rows["index"], rows["digest"] = part.index, _digests(part)
+            rows["sample"], rows["digest"] = part.index, _digests(part)
             rows["eight_bit"] = torch.full((len(part.index),), float(eight_bit))
             if kept is not None:
                 kept.add(torch.arange(seen - len(part.index), seen), **rows)
@@ -206,9 +206,9 @@ def _collect(
             bar.n = seen
             bar.refresh()
     if kept is not None:
-        return kept.tensors(seen) if seen else {"index": torch.zeros(0)}
+        return kept.tensors(seen) if seen else {"sample": torch.zeros(0)}
     if not parts:
-        return {"index": torch.zeros(0)}
+        return {"sample": torch.zeros(0)}
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -263,7 +263,7 @@ def _result(
         description=description,
         dimensions=math.prod(denoiser.shape),
         discrete=discrete,
-        index=[int(i) for i in rows["index"]],
+        index=[int(i) for i in rows["sample"]],
         terms=terms,
         settings=settings,
         evaluations=evaluations,

@@ -1,0 +1,355 @@
+"""The likelihood bound, against torch.distributions, diffusers, scipy and closed forms."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DDPMScheduler
+from scipy import stats
+from torch.distributions import Normal, kl_divergence
+
+import trueup
+from trueup.analytic import GaussianMixture
+from trueup.bands import Bands
+from trueup.correction import Correction
+from trueup.density.bound import decoder_variances, step_times
+from trueup.density.levels import Chances, continuous_levels, data_variance, filter_loss
+from trueup.density.terms import discrete_decoder, prior, step
+from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow
+
+from tiny import tiny_unet
+
+SHAPE = (1, 4, 4)
+STD = 0.5
+PROCESSES = {"continuous_vp": ContinuousVP(), "discrete_vp": DiscreteVP.linear(), "ve": VE(), "flow": Flow()}
+
+
+def gaussian(process, distortion=None):
+    """Data from N(0, STD^2) and its exact denoiser, in single precision as networks are."""
+    data = GaussianMixture(torch.zeros(1, *SHAPE), STD)
+    return data, data.denoiser(process, distortion=distortion)
+
+
+def closed_form_bound(process, x0):
+    """The exact denoiser's bound in nats: the loss of a Gaussian integrates to a logarithm."""
+    size = math.prod(SHAPE)
+    lam = [float(process.lam(t)) for t in (process.t_min, process.t_max)]
+    gain = [0.5 * size * math.log1p(STD**2 * math.exp(2 * v)) for v in lam]
+    alpha, sigma = (float(f(process.t_min)) for f in (process.alpha, process.sigma))
+    flat = 0.5 * size * math.log(2 * math.pi * math.e * (sigma / alpha) ** 2)
+    from trueup.sampling.draw import prior_std
+
+    end = [float(f(process.t_max)) for f in (process.alpha, process.sigma)]
+    last = kl_divergence(
+        Normal(end[0] * x0.double(), torch.tensor(end[1], dtype=torch.float64)),
+        Normal(torch.zeros((), dtype=torch.float64), torch.tensor(prior_std(process), dtype=torch.float64)),
+    )
+    return gain[0] - gain[1] + flat + float(last.flatten(1).sum(1).mean())
+
+
+def test_the_prior_is_the_divergence_of_two_gaussians():
+    x0 = torch.randn(5, 2, 3, 3, dtype=torch.float64)
+    ours = prior(x0, alpha=0.01, sigma=0.9, prior_std=1.1)
+    theirs = kl_divergence(Normal(0.01 * x0, 0.9 * torch.ones_like(x0)), Normal(0.0 * x0, 1.1))
+    assert torch.allclose(ours, theirs.flatten(1).sum(1), rtol=1e-12)
+
+
+@pytest.mark.parametrize("variance", ["fixed_small", "fixed_large", "learned_range"])
+@pytest.mark.parametrize("t", [1, 30, 999])
+def test_a_step_is_the_divergence_from_diffusers_own_step(variance, t, monkeypatch):
+    scheduler = DDPMScheduler(
+        beta_schedule="linear", variance_type=variance, clip_sample=False, prediction_type="epsilon"
+    )
+    scheduler.set_timesteps(1000)
+    seed = torch.Generator().manual_seed(t)
+    x0, eps, eps_hat, v = (torch.randn(4, 3, 5, 5, generator=seed, dtype=torch.float64) for _ in range(4))
+    v = v.tanh()
+    bar = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64).neg().add(1).cumprod(0)
+    scheduler.alphas_cumprod = bar  # in float32 the first steps are rounded in the third digit
+    x_t = bar[t].sqrt() * x0 + (1 - bar[t]).sqrt() * eps
+    beta = 1 - bar[t] / bar[t - 1]
+    # q(x_{t-1} | x_t, x0), as in Ho et al. 2020, equations 6 and 7
+    mean = (bar[t - 1].sqrt() * beta * x0 + (1 - beta).sqrt() * (1 - bar[t - 1]) * x_t) / (1 - bar[t])
+    posterior = Normal(mean, ((1 - bar[t - 1]) / (1 - bar[t]) * beta).sqrt().expand_as(mean))
+    monkeypatch.setattr(
+        "diffusers.schedulers.scheduling_ddpm.randn_tensor", lambda shape, **k: torch.zeros(shape)
+    )
+    learned = variance == "learned_range"
+    output = torch.cat([eps_hat, v], 1) if learned else eps_hat
+    predicted = scheduler.step(output, t, x_t).prev_sample
+    log_or_not = scheduler._get_variance(t, predicted_variance=v if learned else None)
+    std = (0.5 * log_or_not).exp() if learned else log_or_not.sqrt()
+    theirs = kl_divergence(posterior, Normal(predicted, std.double().expand_as(mean)))
+    process = DiscreteVP(bar)
+    lam = process.lam(torch.tensor([t - 1.0, float(t)])).expand(4, 2)
+    largest = 2 * (process.sigma(t).log() - process.sigma(t - 1).log())
+    share = {"fixed_small": 0.0 * v, "fixed_large": 0.0 * v + 1, "learned_range": 0.5 * (v + 1)}[variance]
+    squared = (eps_hat - eps).square().flatten(1)
+    ours = step(squared, lam[:, 0], lam[:, 1], (largest * share).flatten(1))
+    assert torch.allclose(ours, theirs.flatten(1).sum(1), rtol=1e-5)
+
+
+def test_the_decoder_is_the_mass_scipy_finds():
+    values = torch.linspace(-1, 1, 256, dtype=torch.float64)
+    x0 = values[torch.tensor([0, 1, 100, 254, 255])].reshape(5, 1, 1, 1)
+    mean = torch.tensor([-0.9, -0.98, -0.2, 1.3, 1.5], dtype=torch.float64).reshape(5, 1, 1, 1)
+    half = 1 / 255
+    low = [-np.inf, *(x0.flatten()[1:] - half).tolist()]
+    high = [*(x0.flatten()[:-1] + half).tolist(), np.inf]
+    mass = stats.norm.cdf(high, mean.flatten(), 0.05) - stats.norm.cdf(low, mean.flatten(), 0.05)
+    ours = discrete_decoder(x0, mean, 0.05, (-1.0, 1.0))
+    assert torch.allclose(ours, -torch.from_numpy(mass).log(), rtol=1e-6)
+
+
+def test_the_decoder_is_finite_where_floats_run_out():
+    x0 = torch.tensor([-1.0, 1.0, 0.5], dtype=torch.float64).reshape(3, 1, 1, 1)
+    nats = discrete_decoder(x0, -x0, 1e-3, (-1.0, 1.0))
+    assert torch.isfinite(nats).all()
+    assert nats.min() > 4e5  # half of (distance/std)^2 and more
+
+
+def test_the_decoder_variance_is_improved_ddpms():
+    scheduler = DDPMScheduler(beta_schedule="linear", variance_type="fixed_small")
+    expected = float(scheduler._get_variance(1))  # improved DDPM uses that of step 1 for step 0
+    assert decoder_variances(DiscreteVP.linear())[0] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_the_bound_of_an_exact_denoiser_is_its_closed_form_and_above_the_likelihood(name):
+    process = PROCESSES[name]
+    data, net = gaussian(process)
+    x0 = data.sample(2000)
+    found = trueup.likelihood(net, x0, images=2000, draws=4, batch_size=500, progress=False)
+    size = math.prod(SHAPE)
+    mean = found.mean().scaled(size * math.log(2))
+    assert mean.low < closed_form_bound(process, x0) < mean.high
+    assert mean.value == pytest.approx(closed_form_bound(process, x0), abs=0.02 * size)
+    entropy = 0.5 * size * math.log(2 * math.pi * math.e * STD**2)  # what the likelihood is on average
+    assert entropy < closed_form_bound(process, x0) < entropy + 0.01 * size
+
+
+def test_intervals_of_the_bound_and_of_its_gain_cover_the_closed_forms():
+    process = ContinuousVP()
+    data, net, calibration, gain = biased(process)
+    covered = {"bound": 0, "gain": 0}
+    x0 = data.sample(120 * 40, seed=5)
+    size = math.prod(SHAPE)
+    for repeat in range(120):
+        part = x0[40 * repeat : 40 * (repeat + 1)]
+        found = trueup.likelihood(
+            net, part, calibration, images=40, draws=4, seed=repeat, batch_size=40, progress=False
+        )
+        # what a bias adds to the exact denoiser's bound is what removing it gains, on average over the data
+        expected = closed_form_bound(process, x0) + gain
+        bound = found.mean().scaled(size * math.log(2))
+        covered["bound"] += bound.low < expected < bound.high
+        change = found.difference().scaled(size * math.log(2))
+        covered["gain"] += change.low < -gain < change.high
+    for name, count in covered.items():
+        assert count >= 0.9 * 120, (name, count)  # 95% with a binomial error of 2%; covering more is no fault
+    assert covered["gain"] < 120
+
+
+def biased(process, size=0.3):
+    """An exact denoiser off by a constant map, the calibration that removes it, and the bound's gain."""
+    pattern = torch.linspace(-1, 1, math.prod(SHAPE)).reshape(SHAPE)
+    data, net = gaussian(process, lambda eps, u, lam: size * pattern.to(eps).expand_as(eps))
+    rough = trueup.calibrate(net, data.sample(40), images=40, family="shift", progress=False)
+    bands = rough.correction.bands
+    b = bands.dct(size * pattern.double()).flatten(1).expand(len(rough.t), -1, -1)
+    zero = torch.zeros(len(rough.t), SHAPE[0], bands.count, dtype=torch.float64)
+    exact = Correction(rough.correction.lam, b.clone(), zero, zero.clone(), bands)
+    lam = rough.correction.lam
+    nats = float((lam[0] - lam[-1]) * (size * pattern.double()).square().sum())  # equation 26
+    return data, net, replace(rough, correction=exact), nats
+
+
+@pytest.mark.parametrize("parametrization", ["noise", "data", "velocity", "flow"])
+def test_the_gain_of_the_bound_is_the_paper_s_integral_whatever_is_predicted(parametrization):
+    process = Flow() if parametrization == "flow" else ContinuousVP()
+    pattern = torch.linspace(-1, 1, 16).reshape(SHAPE)
+    data = GaussianMixture(torch.zeros(1, *SHAPE), STD)
+    net = data.denoiser(process, parametrization, lambda eps, u, lam: (0.4 * pattern).to(eps).expand_as(eps))
+    x0 = data.sample(3000)
+    calibration = trueup.calibrate(net, x0[:1000], images=1000, family="shift", progress=False)
+    found = trueup.likelihood(net, x0, calibration, images=1000, batch_size=500, progress=False)
+    assert found.index[0] == 1000  # the calibration's own images are passed over
+    lam = calibration.correction.lam
+    expected = float((lam[0] - lam[-1]) * (0.4 * pattern.double()).square().sum())
+    change = found.difference().scaled(16 * math.log(2))
+    assert -change.value == pytest.approx(expected, abs=change.reach + 0.02 * expected)  # a fitted shift
+    assert "they agree" in found.agreement()
+
+
+def test_levels_drawn_where_the_loss_is_need_a_third_of_the_evaluations():
+    process = DiscreteVP.linear()
+    smooth = torch.randn(64, 1, 16, 16, generator=torch.Generator().manual_seed(0)).cumsum(2).cumsum(3) / 16
+    data = GaussianMixture(smooth[:8], 0.05)
+    net = data.denoiser(process)
+    x0 = data.sample(16)
+    variance = {}
+    for importance in (False, True):
+        totals = [
+            trueup.likelihood(
+                net, x0, draws=4, importance=importance, seed=seed, batch_size=16, progress=False
+            )
+            .mean()
+            .value
+            for seed in range(40)
+        ]
+        variance[importance] = np.var(totals, ddof=1)
+    assert variance[False] > 3 * variance[True]
+
+
+def test_drawn_levels_integrate_any_loss_without_bias():
+    process = DiscreteVP.linear()
+    bands = Bands((8, 8))
+    x0 = torch.randn(64, 1, 8, 8).cumsum(2)
+    levels = continuous_levels(process, Chances(data_variance(x0, bands), bands))
+    _, lam, weight = levels.draw(torch.arange(4000), 3, seed=1)
+    lows, tops = float(process.lam(process.t_max)), float(process.lam(process.t_min))
+    assert float(lam.min()) >= lows
+    assert float(lam.max()) <= tops
+    assert float(weight.sum(1).mean()) == pytest.approx(tops - lows, rel=0.02)
+    value = float((weight * lam.sin()).sum(1).mean())
+    assert value == pytest.approx(math.cos(lows) - math.cos(tops), abs=0.05)
+
+
+def test_the_filter_s_loss_is_the_loss_of_a_linear_denoiser():
+    data, net = gaussian(ContinuousVP())
+    bands = Bands(SHAPE[1:])
+    lam = torch.tensor([1.0], dtype=torch.float64)
+    x0 = data.sample(4000)
+    expected = filter_loss(lam, torch.full((1, bands.count), STD**2, dtype=torch.float64), bands)
+    t = net.process.t_of_lam(lam)
+    losses = trueup.objectives(net, x0, levels=t, images=4000, batch_size=1000, progress=False).before
+    assert float(losses.mean()) == pytest.approx(float(expected), rel=0.03)
+
+
+def test_all_steps_of_a_chain_are_improved_ddpms_sum(images):
+    """Against a loop over diffusers' schedule written out with torch.distributions."""
+    net = tiny_unet()
+    scheduler = DDPMScheduler(num_train_timesteps=12, beta_start=0.001, beta_end=0.4, clip_sample=False)
+    found = trueup.likelihood(net, images, images=3, steps=12, draws=12, scheduler=scheduler, progress=False)
+    assert "all of 12 steps" in found.description
+    process = DiscreteVP(scheduler.alphas_cumprod)
+    from trueup.data import Samples
+    from trueup.density.bound import _NOISE_KEY
+    from trueup.noise import normals
+
+    batch = next(Samples(images, (1, 8, 8), (-1.0, 1.0)).batches(3))
+    bar = scheduler.alphas_cumprod.double()
+    total = torch.zeros(3, dtype=torch.float64)
+    for t in range(12):
+        eps = normals(0, batch.index, torch.tensor([_NOISE_KEY + t]), (1, 8, 8), torch.device("cpu"))[0]
+        x_t = (bar[t].sqrt() * batch.x0 + (1 - bar[t]).sqrt() * eps).float()
+        with torch.inference_mode():
+            out = net(x_t, torch.full((3,), t)).sample.double()
+        x0_hat = (x_t.double() - (1 - bar[t]).sqrt() * out) / bar[t].sqrt()
+        if t == 0:
+            std = math.sqrt(float((1 - bar[0]) / (1 - bar[1]) * (1 - bar[1] / bar[0])))
+            total += discrete_decoder(batch.x0, x0_hat, std, (-1.0, 1.0))
+            continue
+        beta = 1 - bar[t] / bar[t - 1]
+        over = 1 - bar[t]
+        c0, ct = bar[t - 1].sqrt() * beta / over, (1 - beta).sqrt() * (1 - bar[t - 1]) / over
+        std = ((1 - bar[t - 1]) / over * beta).sqrt()
+        means = [c0 * x.double() + ct * x_t.double() for x in (batch.x0, x0_hat)]
+        total += kl_divergence(*(Normal(m, std.expand_as(m)) for m in means)).flatten(1).sum(1)
+    total += prior(batch.x0, float(bar[11].sqrt()), float((1 - bar[11]).sqrt()), 1.0)
+    assert torch.allclose(found.before, total, rtol=1e-4)
+    assert torch.allclose(step_times(process, 12), torch.arange(12.0, dtype=torch.float64))
+
+
+def test_more_steps_make_a_tighter_bound():
+    data, net = gaussian(DiscreteVP.linear())
+    x0 = data.sample(400)
+    bounds = [
+        trueup.likelihood(net, x0, images=400, steps=steps, draws=8, batch_size=400, progress=False).mean()
+        for steps in (10, 50, 1000)
+    ]
+    continuous = trueup.likelihood(net, x0, images=400, draws=8, batch_size=400, progress=False).mean()
+    values = [bound.value for bound in (*bounds, continuous)]
+    assert values == sorted(values, reverse=True)
+
+
+def test_learned_variances_are_read_and_asked_for(images):
+    net = tiny_unet(out_channels=2)
+    scheduler = DDPMScheduler(variance_type="learned_range")
+    learned, small = (
+        trueup.likelihood(
+            net, images, images=2, steps=100, draws=4, variance=v, scheduler=scheduler, progress=False
+        )
+        for v in (None, "small")
+    )
+    assert "learned_range" in learned.description
+    assert not torch.allclose(learned.before, small.before)
+    with pytest.raises(trueup.TrueupError, match="no learned variance"):
+        trueup.likelihood(
+            tiny_unet(), images, images=2, steps=50, variance="learned_range", scheduler=DDPMScheduler()
+        )
+
+
+def test_what_an_image_gets_does_not_depend_on_its_batch():
+    data, net = gaussian(ContinuousVP())
+    x0 = data.sample(50)
+    one, other = (
+        trueup.likelihood(net, x0, images=50, batch_size=size, progress=False).before for size in (50, 33)
+    )
+    assert torch.allclose(one, other, rtol=1e-6)
+
+
+def test_a_conditional_network_needs_labels_and_gets_them():
+    data = GaussianMixture(torch.zeros(1, *SHAPE), STD)
+    ideal = data.denoiser(ContinuousVP())
+    seen = []
+
+    def network(x_t, t, y):
+        seen.append(y.clone())
+        return ideal.network(x_t, t) + 0.1 * y[:, None, None, None].to(x_t)
+
+    net = trueup.Denoiser(network, ContinuousVP(), "noise", SHAPE, data_range=None, conditional=True)
+    x0 = data.sample(6)
+    with pytest.raises(trueup.TrueupError, match="labels"):
+        trueup.likelihood(net, x0, progress=False)
+    pairs = [(image, index % 2) for index, image in enumerate(x0)]
+    found = trueup.likelihood(net, pairs, draws=2, progress=False)
+    assert len(found.index) == 6
+    assert {tuple(y.tolist()) for y in seen} == {(0, 1, 0, 1, 0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "guess"}, "method"),
+        ({"steps": 1}, "2 to 1000"),
+        ({"steps": 2000}, "2 to 1000"),
+        ({"variance": "large"}, "T steps"),
+        ({"variance": "tiny", "steps": 9}, "variance is one of"),
+        ({"draws": 0}, "draws"),
+        ({"tolerance": 0.0, "method": "ode"}, "tolerance"),
+        ({"trace": "guess", "method": "ode"}, "trace is one of"),
+        ({"probes": 0, "method": "ode"}, "probe"),
+        ({"start": "middle", "method": "ode"}, "start is one of"),
+        ({"images": 0}, "images"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(options, words):
+    data, net = gaussian(DiscreteVP.linear())
+    with pytest.raises(trueup.TrueupError, match=words) as error:
+        trueup.likelihood(net, data.sample(3), progress=False, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_an_edm_network_has_the_bound_of_the_same_data():
+    data = GaussianMixture(torch.zeros(1, *SHAPE), STD)
+    x0 = data.sample(1000)
+    found = [
+        trueup.likelihood(
+            data.denoiser(process, "data"), x0, images=1000, batch_size=500, progress=False
+        ).mean()
+        for process in (VE(), EDM())
+    ]
+    assert found[0].value == pytest.approx(found[1].value, abs=1e-4)
