@@ -190,5 +190,6 @@ def test_numbers_know_their_interval():
     half = 3.18244630528 * float(values.std()) / 2  # Student's t with three degrees of freedom
     assert (number.low, number.high) == pytest.approx((3 - half, 3 + half))
     assert number.scaled(2).reach == pytest.approx(2 * half)
+    assert number.scaled(-1).low == -number.high
     assert math.isnan(Number.mean(values[:1]).low)
     assert Number.mean(values[:1]).as_json() == {"value": 1.0, "low": None, "high": None}

@@ -34,7 +34,8 @@ class Number:
 
     def scaled(self, factor: float) -> Number:
         """In other units."""
-        return Number(factor * self.value, factor * self.low, factor * self.high)
+        ends = factor * self.low, factor * self.high
+        return Number(factor * self.value, *(ends if factor >= 0 else ends[::-1]))
 
     @property
     def reach(self) -> float:
