@@ -3,8 +3,8 @@
     python benchmarks/likelihood.py --model RAW EMA --data cifar10.npy --test cifar10-test.npy
 
 Parts: `bound` (continuous time, and the T-step bound of improved DDPM), `ode`, `levels` (how much importance
-sampling of noise levels saves), `figure` (the paper's figure 1 and the uncalibration scores), `dataset` (the
-bias of a finite data set, section 3.4), `martingale` (theorem 1 on the networks).
+sampling of noise levels saves), `figure` (the paper's figure 1 and the uncalibration scores), `martingale`
+(theorem 1 on the networks). `benchmarks/theory.py` has what needs no network.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import numpy as np
 import torch
 
 import trueup
-from trueup.analytic import KernelDensity
 from trueup.figure import draw
 from trueup.theory import martingale_check
 
 import common
 
-PARTS = ("bound", "ode", "levels", "figure", "dataset", "martingale")
+PARTS = ("bound", "ode", "levels", "figure", "martingale")
 
 
 def options():
@@ -72,8 +71,6 @@ def main() -> None:
             found["martingale"] = martingale(denoiser, calibrations, test, o)
         if "ode" in o.part:
             found["ode"] = ode(denoiser, calibrations, test, o)
-    if "dataset" in o.part:
-        results["dataset"] = dataset(images, test, denoiser, o)
     if "figure" in o.part:
         many = {name: r["figure"].pop("calibration") for name, r in results.items() if "figure" in r}
         for name, calibration in many.items():  # `trueup inspect FILE --figure` draws them one by one
@@ -216,30 +213,6 @@ def martingale(denoiser, calibrations, test, o, images: int = 64) -> dict:
         )
         found[f"{s} {t}"] = {name: dataclasses.asdict(v) for name, v in sides.items()}
     print("|E[M_s | x_t] - M_t|^2 in units of |M_t|^2")
-    print(common.table(rows), flush=True)
-    return found
-
-
-def dataset(images, test, denoiser, o) -> dict:
-    """The ideal network of n training images: its mean residual on them, and on test images."""
-    rows = [["training images", "measured on", "mean residual, nats of the bound", "loss, nats", "verdict"]]
-    found = {}
-    for count in (100, 1000, 5000):
-        ideal = KernelDensity.of(images, denoiser.shape, images=count)
-        network = ideal.denoiser(denoiser.process, device=denoiser.device)
-        for name, data in (("its own", images[:count]), ("test images", test)):
-            calibration = trueup.fit(common.measure(network, data[:1000], o), family="shift")
-            area = calibration.evidence.shift_bound_gain
-            loss = calibration.evidence.bits_per_dim(1.0) and float(
-                trueup.estimate.statistics.trapezoid_weights(calibration.correction.lam)
-                @ calibration.evidence.loss
-            )
-            rows.append(
-                [f"{count:,}", name, f"{area[0]:.3g} ({area[1]:.3g} to {area[2]:.3g})", f"{loss:.4g}"]
-                + [calibration.verdict()]
-            )
-            found[f"{count} {name}"] = {"area": area, "loss": loss}
-            print(rows[-1], flush=True)
     print(common.table(rows), flush=True)
     return found
 

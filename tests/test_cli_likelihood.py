@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import torch
 from PIL import Image
 
 import trueup
+from trueup.data import Samples
 
 from commandline import in_process, refused, trueup_command
 from tiny import save, tiny_unet
@@ -103,6 +106,7 @@ def test_interrupted_work_is_kept_and_gone_on_with(model, images, tmp_path, monk
         (("--probes", 2), ("--probes belongs to --ode",)),
         (("--uniform", "--dsm"), ("--uniform belongs to --bound",)),
         (("--bound", "--ode"), ("not allowed with",)),
+        (("--dsm", "--run", "x"), ("leave out --run",)),
         (("--tolerance", "x"), ("not a number",)),
         (("--ode", "--tolerance", 0), ("tolerance",)),
         (("--steps", 5000), ("2 to 1000",)),
@@ -144,6 +148,47 @@ def test_palette_and_sixteen_bit_pictures_are_refused_by_name(model, some, tmp_p
     assert "1 images left out" in skipped.stdout
 
 
+def test_pictures_of_other_depths_that_look_like_rgb(tmp_path):
+    """Pillow reads 16 bits per channel as 8, and CMYK as what it converts to."""
+    deep = tmp_path / "deep.png"
+    deep.write_bytes(png_of_16_bits())
+    assert Image.open(deep).mode == "RGB"
+    with pytest.raises(trueup.TrueupError, match="16 bits per channel"):
+        next(Samples(tmp_path, (3, 4, 4), (-1.0, 1.0), exact=True).batches(1))
+    assert next(Samples(tmp_path, (3, 4, 4), (-1.0, 1.0)).batches(1)).x0.shape == (
+        1,
+        3,
+        4,
+        4,
+    )  # to calibrate with
+    deep.unlink()
+    Image.new("CMYK", (4, 4)).save(tmp_path / "print.jpg")
+    with pytest.raises(trueup.TrueupError, match="CMYK"):
+        next(Samples(tmp_path, (3, 4, 4), (-1.0, 1.0), exact=True).batches(1))
+
+
+def png_of_16_bits() -> bytes:
+    """A 4x4 RGB picture, written out by hand: Pillow writes none."""
+    rows = b"".join(b"\0" + bytes(range(24)) for _ in range(4))
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    head = struct.pack(">IIBBBBB", 4, 4, 16, 2, 0, 0, 0)
+    parts = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts
+
+
+def test_images_left_out_are_counted_once(model, some, tmp_path):
+    last = sorted(some.iterdir())[4]
+    Image.open(last).convert("P").save(last)
+    calibration = trueup.calibrate(
+        str(model), some, images=4, estimator="paired", skip_bad=True, progress=False
+    )
+    found = trueup.likelihood(str(model), some, calibration, draws=1, skip_bad=True, progress=False)
+    assert any("1 images left out" in note for note in found.notes)
+
+
 def test_arrays_out_of_range_and_of_other_kinds(model, tmp_path):
     for name, array, word in (
         ("a", np.linspace(0, 255, 576, dtype=np.float32).reshape(9, 1, 8, 8), "outside"),
@@ -175,12 +220,14 @@ def test_distilled_models_have_no_likelihood(images, tmp_path):
     refused(trueup_command("likelihood", tmp_path, "--data", images, "--quiet"), "consistency")
 
 
-def test_nonsense_from_the_network_and_tolerances_out_of_reach(images, tmp_path):
+def test_nonsense_from_the_network_and_tolerances_out_of_reach(images, tmp_path, monkeypatch):
+    monkeypatch.setattr("trueup.density.ode._LOOK", 20)  # sooner, for a test
+    monkeypatch.setattr("trueup.density.ode._MOST", 100)
     net = tiny_unet()
     base = ("--data", images, "--trust", "--quiet", "--images", 2)
     folder = save(net, tmp_path / "fine")
-    tight = trueup_command("likelihood", folder, *base, "--ode", "--tolerance", 1e-12)
-    refused(tight, "1e-12 cannot be met", "best reached", "ask for more")
+    tight = trueup_command("likelihood", folder, *base[:-1], 1, "--ode", "--tolerance", 1e-12)
+    refused(tight, "1e-12 cannot be met", "best reached", "ask for")
     with torch.no_grad():
         next(net.parameters()).fill_(float("nan"))
     folder = save(net, tmp_path / "nan")

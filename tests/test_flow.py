@@ -10,9 +10,9 @@ from scipy.integrate import RK45, solve_ivp
 from torch.distributions import Normal
 
 import trueup
-from trueup.analytic import GaussianMixture
+from trueup.analytic import GaussianMixture, KernelDensity
 from trueup.density import ode
-from trueup.density.flow import Divergence, with_divergence
+from trueup.density.flow import Divergence, full_precision, with_divergence
 from trueup.density.terms import discrete_decoder
 from trueup.hf import as_denoiser
 from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow
@@ -279,18 +279,79 @@ def test_values_that_are_not_finite_are_named():
         trueup.likelihood(net, torch.randn(2, 1, 4, 4), method="ode", progress=False)
 
 
-def test_a_tolerance_that_cannot_be_met_says_what_can():
+def test_a_tolerance_that_cannot_be_met_says_what_can(monkeypatch):
+    monkeypatch.setattr(ode, "_LOOK", 30)  # sooner, for a test
+    monkeypatch.setattr(ode, "_MOST", 300)
+
     def network(x_t, t):
         return x_t + 1e-3 * torch.sin(1e7 * x_t.detach()) + 0 * x_t
 
     net = trueup.Denoiser(network, ContinuousVP(), "noise", (1, 4, 4), data_range=None)
     x0 = 0.3 * torch.randn(1, 1, 4, 4)
     with pytest.raises(trueup.TrueupError, match="the best reached in steps") as error:
-        trueup.likelihood(net, x0, method="ode", tolerance=1e-7, progress=False)
-    best = float(str(error.value).split("worth taking is ")[1].split(";")[0])
-    assert 1e-7 < best < 1e-2
+        trueup.likelihood(net, x0, method="ode", tolerance=1e-10, progress=False)
+    best = float(str(error.value).split("worth taking is ")[1].split(":")[0])
+    assert 1e-10 < best < 1e-2
     found = trueup.likelihood(net, x0, method="ode", tolerance=10 * best, progress=False)
     assert torch.isfinite(found.before).all()
+
+
+def test_networks_that_cannot_be_differentiated_are_sent_to_the_bound():
+    @torch.no_grad()
+    def network(x_t, t):
+        return 0.5 * x_t
+
+    for parametrization in ("noise", "velocity"):
+        net = trueup.Denoiser(network, ContinuousVP(), parametrization, (1, 4, 4), data_range=None)
+        with pytest.raises(trueup.TrueupError, match="cannot be differentiated"):
+            trueup.likelihood(net, torch.randn(2, 1, 4, 4), method="ode", progress=False)
+
+
+def test_hard_paths_are_followed_if_slowly():
+    """The ideal network of a few points, asked about another: nearly all of the work is at the start."""
+    points = torch.randn(20, 1, 4, 4, generator=torch.Generator().manual_seed(0)).mul(0.3).clamp(-1, 1)
+    net = KernelDensity(points[:15]).denoiser(ContinuousVP())
+    found = trueup.likelihood(
+        net, points[15:16], method="ode", tolerance=1e-3, data_range=(-1.0, 1.0), progress=False
+    )
+    assert torch.isfinite(found.before).all()
+
+
+def test_what_does_not_fit_in_memory_is_halved(calibrated, monkeypatch):
+    from trueup.density import exact
+
+    data, net, calibration = calibrated
+    x0 = data.sample(5, seed=3)
+    whole = trueup.likelihood(net, x0, calibration, method="ode", batch_size=5, progress=False)
+    follow, sizes = exact.follow, []
+
+    def small(denoiser, y, *args):
+        sizes.append(len(y))
+        if len(y) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return follow(denoiser, y, *args)
+
+    monkeypatch.setattr(exact, "follow", small)
+    found = trueup.likelihood(net, x0, calibration, method="ode", batch_size=5, progress=False)
+    assert torch.allclose(found.before, whole.before, rtol=1e-6)
+    assert torch.allclose(found.after, whole.after, rtol=1e-6)
+    assert sizes[0] == 5
+    assert max(sizes[-2:]) <= 2
+
+
+def test_it_works_where_gradients_are_off_and_leaves_precision_as_it_was(model, images):
+    with torch.inference_mode():
+        found = trueup.likelihood(str(model), images, method="ode", images=1, tolerance=1e-2, progress=False)
+    assert torch.isfinite(found.before).all()
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.fp32_precision = "tf32"
+        with full_precision():
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.fp32_precision = "none"
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def test_networks_of_whole_timesteps_are_sent_to_the_bound():

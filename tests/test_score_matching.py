@@ -106,7 +106,7 @@ def test_a_spectral_correction_removes_the_variance_it_explains(data):
 def test_snr_weightings_are_those_of_diffusers():
     scheduler = DDPMScheduler()
     process = DiscreteVP(scheduler.alphas_cumprod.double())
-    t = torch.arange(0, 1000, 37).double()
+    t = torch.arange(1000).double()
     snr = compute_snr(scheduler, t.long()).double()
     even = weights("uniform", process, t)
     assert float(even.sum()) == pytest.approx(0.5)  # half the mean over time
@@ -114,6 +114,56 @@ def test_snr_weightings_are_those_of_diffusers():
     assert torch.allclose(weights("min-snr", process, t) / even, snr.clamp(max=5) / snr, rtol=1e-3)
     with pytest.raises(trueup.TrueupError, match="weighting is"):
         weights("guess", process, t)
+
+
+@pytest.mark.parametrize("process", [DiscreteVP.linear(), ContinuousVP(), VE(), Flow()])
+def test_totals_of_the_default_levels_are_those_of_all(process):
+    """Of a loss like a network's, against a sum over every timestep or a fine integral over time."""
+    from trueup.estimate import default_levels
+
+    def loss(t):
+        return torch.sigmoid(process.lam(t))
+
+    few = default_levels(process)
+    if process.integer_times:
+        every = torch.arange(1000).double()
+        width = torch.full_like(every, 1 / 1000)
+    else:
+        every = torch.linspace(process.t_min, process.t_max, 2_000_001, dtype=torch.float64)
+        width = torch.full_like(every, 1 / len(every))
+    snr = (2 * process.lam(every)).exp()
+    for name, density in (("uniform", 1.0), ("snr", snr), ("min-snr", snr.clamp(max=5) / snr)):
+        exact = float((0.5 * width * density * loss(every)).sum())
+        assert float(weights(name, process, few) @ loss(few)) == pytest.approx(exact, rel=0.03), name
+
+
+def test_levels_and_truths_that_make_no_sense_are_refused(data, shifted):
+    net, x0, _ = shifted
+    ordered, mixed = (
+        trueup.objectives(net, x0, images=4, levels=levels, progress=False)
+        for levels in ([0.1, 0.3, 0.6], [0.6, 0.1, 0.3])
+    )
+    assert torch.equal(ordered.before, mixed.before)
+    for levels, words in ((0.5, "not the number"), ([2.0], "between"), ([], "at least one")):
+        with pytest.raises(trueup.TrueupError, match=words):
+            trueup.objectives(net, x0, images=4, levels=levels, progress=False)
+    with pytest.raises(trueup.TrueupError, match="another noise process"):
+        trueup.objectives(net, x0, truth=data.denoiser(VE()), images=4, progress=False)
+
+
+def test_a_correction_that_is_not_the_calibration_s_is_noticed(shifted, monkeypatch):
+    """Equation 9 is about the shift in the file; what is applied comes from the hook's tables."""
+    from trueup.hook import CorrectOutput
+
+    net, x0, calibration = shifted
+    correct = CorrectOutput.correct
+
+    def too_much(self, output, x_t, t):
+        return 1.5 * correct(self, output, x_t, t) - 0.5 * output
+
+    monkeypatch.setattr(CorrectOutput, "correct", too_much)
+    found = trueup.objectives(net, x0, calibration, images=400, batch_size=200, progress=False)
+    assert "DIFFER" in found.check()
 
 
 @pytest.mark.parametrize("process", [DiscreteVP.linear(), ContinuousVP(), VE(), Flow()])

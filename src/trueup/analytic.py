@@ -57,6 +57,10 @@ class GaussianMixture:
         nearest = self.means.to(x_t).flatten(1) + shrink[:, None, None] * offset
         return torch.einsum("bm,bmd->bd", share, nearest).reshape(x_t.shape)
 
+    def given(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        """E[x0 | x_t] and E[eps | x_t]."""
+        return self.x0_given(x_t, alpha, sigma), self.eps_given(x_t, alpha, sigma)
+
     def _posterior(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of every Gaussian: its share in x_t (B, M), x_t less its mean (B, M, D), their variance (B,)."""
         means = self.means.to(x_t).flatten(1)  # (M, D)
@@ -150,11 +154,18 @@ class KernelDensity:
             logits = logits.masked_fill(other, -math.inf)
         return (logits.softmax(1) @ flat).reshape(x_t.shape).to(x_t)
 
-    def eps_given(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, y: Tensor | None = None) -> Tensor:
-        """E[eps | x_t]."""
+    def given(
+        self, x_t: Tensor, alpha: Tensor, sigma: Tensor, y: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """E[x0 | x_t] and E[eps | x_t]."""
         wide = (-1, *[1] * (x_t.dim() - 1))
         a, s = (v.to(x_t.device, torch.float64).reshape(wide) for v in (alpha, sigma))
-        return ((x_t.double() - a * self.x0_given(x_t.double(), alpha, sigma, y)) / s).to(x_t)
+        x0 = self.x0_given(x_t.double(), alpha, sigma, y)
+        return x0.to(x_t), ((x_t.double() - a * x0) / s).to(x_t)
+
+    def eps_given(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, y: Tensor | None = None) -> Tensor:
+        """E[eps | x_t]."""
+        return self.given(x_t, alpha, sigma, y)[1]
 
     def _on(self, device: torch.device) -> Tensor:
         if self._flat is None or self._flat.device != device:
@@ -192,11 +203,11 @@ def _denoiser(
     def network(x_t: Tensor, t: Tensor, *y: Tensor) -> Tensor:
         times = t.to(torch.float64)
         alpha, sigma = process.alpha(times), process.sigma(times)
-        eps = ideal.eps_given(x_t, alpha, sigma, *y)
+        x0, eps = ideal.given(x_t, alpha, sigma, *y)
         wide = (-1, *[1] * (x_t.dim() - 1))
         alpha_wide, sigma_wide = alpha.reshape(wide).to(x_t), sigma.reshape(wide).to(x_t)
         if distortion is None:
-            return kind.target(ideal.x0_given(x_t, alpha, sigma, *y), eps, alpha_wide, sigma_wide)
+            return kind.target(x0, eps, alpha_wide, sigma_wide)
         eps = eps + distortion(eps, x_t / sigma_wide, process.lam(times).reshape(wide).to(x_t))
         return kind.from_eps(eps, x_t, alpha_wide, sigma_wide)
 

@@ -86,7 +86,7 @@ def _as_options(message: str, options: argparse.Namespace) -> str:
         "is a colour image",
         "has transparency",
         "its values were quantized",
-        "convert it to 8 bits first",
+        "8 bits first",
     )
     if any(words in message for words in one_image) and not getattr(options, "skip_bad", False):
         message += " (--skip-bad leaves such images out)"

@@ -27,7 +27,7 @@ from trueup.sources import (
     open_source,
     picture_to_array,
     read_image,
-    refuse_palette,
+    refuse_other_depths,
     split_row,
     to_tensor,
 )
@@ -187,7 +187,7 @@ class Samples:
             where, image = str(image), read_image(Path(image))
         if isinstance(image, Image.Image):
             if self.exact:
-                refuse_palette(image, where)
+                refuse_other_depths(image, where)
             image = picture_to_array(image, self.shape[0], where)
         array = channels_first(to_tensor(image, where), self.shape, where)
         if self.exact:

@@ -58,9 +58,9 @@ _LIKELIHOOD = """examples:
 
 Says how likely images are under MODEL, in bits per dimension, less is better; with a calibration also under
 the calibrated model, and the difference image by image. --bound: the variational bound, in continuous time or
-of a chain of --steps. --ode: exactly, by the probability flow. --dsm: the score matching objectives behind
-the bound. Images that made the calibration are passed over where the data begins with them. With -o,
-interrupted work goes on where it was.
+of a chain of --steps. --ode: by the probability flow. --dsm: the score matching objectives behind the bound.
+Images that made the calibration are passed over where the data begins with them. With -o, interrupted work
+goes on where it was (but for --dsm).
 """
 _INSPECT = """examples:
   trueup inspect raw.trueup.safetensors
@@ -184,7 +184,7 @@ def parser() -> _Parser:
     which = likelihood.add_mutually_exclusive_group()
     for name, text in (
         ("bound", "the variational bound (default)"),
-        ("ode", "exact, by the probability flow"),
+        ("ode", "by the probability flow: tighter, and slower"),
         ("dsm", "denoising score matching per level, and in total under four weightings"),
     ):
         which.add_argument(f"--{name}", action="store_const", dest="method", const=name, help=text)

@@ -91,20 +91,28 @@ def read_image(path: Path) -> Image.Image:
     """A picture, decoded; a damaged one is named."""
     try:
         with Image.open(path) as image:
+            raw = [str(tile[3]) for tile in image.tile]  # loading drops what says 16 bits
             image.load()
+            image.info["raw modes"] = " ".join(raw)
             return image
     except Exception as error:  # decoders raise RuntimeError, TypeError and more on damaged files
         raise DataError(f"{path} cannot be read as an image: {error}") from None
 
 
-def refuse_palette(image: Image.Image, where: str) -> None:
-    """Raise for a picture whose values were quantized to a palette, or to one bit."""
+def refuse_other_depths(image: Image.Image, where: str) -> None:
+    """Raise for a picture whose values are not 8 bits per channel: palettes, one bit, 16 bits, CMYK."""
     if image.mode in ("P", "PA", "1"):
         kind = "one-bit" if image.mode == "1" else "palette"
         raise DataError(
             f"{where} is a {kind} image ({image.mode}): its values were quantized, and the likelihood "
             "would be that of the palette; use the original, or convert it to 8 bits per channel"
         )
+    raw = str(image.info.get("raw modes", ""))
+    depth = next((bits for bits in ("16", "2", "4") if f";{bits}" in raw), None)
+    if depth is not None:
+        raise DataError(f"{where} has {depth} bits per channel; convert it to 8 bits first")
+    if image.mode not in ("L", "LA", "RGB", "RGBA") and not image.mode.startswith(("I", "F")):
+        raise DataError(f"{where} is a {image.mode} image; convert it to RGB with 8 bits first")
 
 
 def picture_to_array(image: Image.Image, channels: int, where: str) -> np.ndarray[Any, Any]:

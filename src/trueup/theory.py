@@ -21,6 +21,7 @@ from trueup.hf import as_denoiser
 from trueup.noise import normals
 from trueup.number import Number
 from trueup.process import NoiseProcess
+from trueup.sampling.network import takes_whole_times_only
 
 _REVERSE_KEY = 0x72657665727365
 _PATH_KEY = 0x70617468
@@ -233,6 +234,8 @@ def _eps(denoiser: Denoiser, x_t: Tensor, t: Tensor, y: Tensor | None) -> Tensor
     x = x_t.to(denoiser.device, torch.float64 if denoiser.dtype == torch.float64 else torch.float32)
     axes = (-1, *[1] * (x.ndim - 1))
     alpha, sigma = (v.to(x).reshape(axes) for v in (process.alpha(t), process.sigma(t)))
-    output = denoiser(x, t.to(x.device, torch.float32), y)
+    whole = takes_whole_times_only(denoiser, y) or (process.integer_times and bool((t == t.round()).all()))
+    times = (t.round() if whole else t).to(x.device, torch.int64 if whole else torch.float32)
+    output = denoiser(x, times, y)
     output = output if output.dtype == torch.float64 else output.float()
     return denoiser.parametrization.to_eps(output, x.to(output), alpha.to(output), sigma.to(output))

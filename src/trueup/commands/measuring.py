@@ -36,6 +36,8 @@ def likelihood(options: argparse.Namespace) -> int:
             raise TrueupError(f"--{name} belongs to --{_BELONGS[name]}")
     if options.uniform and method != "bound":
         raise TrueupError("--uniform belongs to --bound")
+    if options.run is not None and method == "dsm":
+        raise TrueupError("--dsm keeps nothing: leave out --run")
     if options.guidance != 1.0:
         raise TrueupError(
             "guided outputs have no likelihood: leave out --guidance, and pass labels with the data"
@@ -44,7 +46,7 @@ def likelihood(options: argparse.Namespace) -> int:
         raise DataError("say whose likelihood to measure: --data")
     if output is not None:
         check_output(output, options.force)
-    run = options.run or (Path(f"{output}.run") if output is not None else None)
+    run = options.run or (Path(f"{output}.run") if output is not None and method != "dsm" else None)
     denoiser = open_model(options)
     if not options.trust and not (run is not None and (run / "samples.json").exists()):
         problem = look_for_mistakes(denoiser, options)
@@ -82,6 +84,6 @@ def likelihood(options: argparse.Namespace) -> int:
         table = found.table()
         print(table.replace("±", "+-") if plain_output() else table)
     if output is not None:
-        kept = f"; {run} keeps every image's (delete it when you are done)" if method != "dsm" else ""
+        kept = f"; {run} keeps every image's (delete it when you are done)" if run is not None else ""
         say(options, f"wrote {output}{kept}")
     return 0

@@ -122,9 +122,10 @@ class Bound:
             lam, weight = self.levels.lam[cell], torch.ones(cell.shape, dtype=torch.float64)
         else:
             cell, lam, weight = self.levels.draw(batch.index, self._count, self.seed)
-        t = process.t_of_lam(lam).clamp(process.t_min, process.t_max) if self.times is None else None
-        t = self.times[1:][cell] if t is None and self.times is not None else t
-        assert t is not None
+        if self.times is None:
+            t = process.t_of_lam(lam).clamp(process.t_min, process.t_max)
+        else:
+            t = self.times[1:][cell]
         keys = torch.arange(1, self._count + 1) + _NOISE_KEY
         totals = [torch.zeros(len(x0), dtype=torch.float64, device=device) for _ in range(2)]
         for slot in range(self._count):
@@ -169,7 +170,7 @@ class Bound:
         if not eight_bit:
             value = flat_decoder(math.prod(denoiser.shape), alpha, sigma)
             both = torch.full((len(x0),), value, dtype=torch.float64)
-            return both, both
+            return both, both.clone()
         assert denoiser.data_range is not None
         eps = normals(self.seed, batch.index, torch.tensor([_NOISE_KEY]), denoiser.shape, x0.device)[0]
         t = torch.full((len(x0),), first, dtype=torch.float64)
@@ -204,13 +205,13 @@ def decoder_variances(process: NoiseProcess, times: Tensor | None = None) -> tup
     """The decoder's variance, and the largest that a network which learned it may choose.
 
     As in improved DDPM: the posterior variance of the step above, which for steps of equal size is half of
-    sigma^2. A process without steps of its own takes that half.
+    sigma^2. A process without steps of its own takes that half, however many steps a chain has.
     """
-    if times is None and isinstance(process, DiscreteVP):
-        times = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    if times is None:
+    if not isinstance(process, DiscreteVP):
         noise = float(process.sigma(process.t_min) / process.alpha(process.t_min)) ** 2
         return 0.5 * noise, noise
+    if times is None:
+        times = torch.tensor([0.0, 1.0], dtype=torch.float64)
     alpha, sigma = process.alpha(times[:2]), process.sigma(times[:2])
     added = sigma[1] ** 2 - (alpha[1] / alpha[0]) ** 2 * sigma[0] ** 2  # of q(x_1 | x_0)
     return float(added * sigma[0] ** 2 / sigma[1] ** 2), float(sigma[0] ** 2)

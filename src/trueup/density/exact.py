@@ -22,6 +22,7 @@ from trueup.density.flow import Divergence, coordinates, dequantization_noise, f
 from trueup.density.ode import Failure
 from trueup.density.terms import discrete_decoder
 from trueup.errors import ModelError
+from trueup.estimate.evaluate import out_of_memory
 from trueup.noise import normals
 from trueup.process import NoiseProcess
 from trueup.sampling.network import takes_whole_times_only
@@ -60,7 +61,26 @@ class Exact:
         )
 
     def __call__(self, batch: Batch, eight_bit: bool, advance: Callable[[Tensor], None]) -> dict[str, Tensor]:
-        """Negative log-likelihoods in nats, (B,) each, and what they cost."""
+        """Negative log-likelihoods in nats, (B,) each, and their cost; what memory cannot hold is halved."""
+        try:
+            return self._measure(batch, eight_bit, advance)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            if len(batch.index) == 1:
+                raise ModelError(
+                    "not enough memory to differentiate the network for a single image"
+                ) from None
+        if self.denoiser.device.type == "cuda":
+            torch.cuda.empty_cache()
+        half = len(batch.index) // 2
+        parts = []
+        for rows in (slice(0, half), slice(half, None)):
+            y = None if batch.y is None else batch.y[rows]
+            parts.append(self(Batch(batch.index[rows], batch.x0[rows], y), eight_bit, lambda _: None))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _measure(self, batch: Batch, eight_bit: bool, advance: Callable[[Tensor], None]) -> dict[str, Tensor]:
         denoiser, process = self.denoiser, self.denoiser.process
         labels = batch.y.to(denoiser.device) if batch.y is not None else None
         if takes_whole_times_only(denoiser, labels):
@@ -86,7 +106,8 @@ class Exact:
                 raise _failed(failure, where, process, self.tolerance) from None
             found[f"nats_{name}"] = (constant - traced.log_density.cpu() + decoded.cpu()).double()
             found[f"bias_{name}"] = traced.start_bias.cpu().double()
-            found[f"evaluations_{name}"] = traced.evaluations.cpu().double()
+            decoding = float(eight_bit and self.start == "noise")
+            found[f"evaluations_{name}"] = traced.evaluations.cpu().double() + decoding
         return found
 
     def _start(self, batch: Batch, eight_bit: bool) -> tuple[Tensor, Tensor]:
@@ -149,7 +170,8 @@ def _failed(failure: Failure, name: str, process: NoiseProcess, tolerance: float
         return ModelError(
             f"the network returned values that are not finite at t = {t:.4g} on the path of {name}"
         )
+    advice = f"ask for {failure.best:.1g} or more" if failure.best < 0.1 else "use the bound"
     return ModelError(
         f"a tolerance of {tolerance:g} cannot be met: at t = {t:.4g} on the path of {name} the best reached "
-        f"in steps worth taking is {failure.best:.1g}; ask for more than that"
+        f"in steps worth taking is {failure.best:.1g}: {advice}"
     )

@@ -10,14 +10,15 @@ import math
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from trueup.denoiser import Denoiser
 from trueup.density.ode import solve
-from trueup.errors import TrueupError
+from trueup.errors import ModelError, TrueupError
+from trueup.estimate.evaluate import out_of_memory
 from trueup.noise import mix, normals
 from trueup.process import NoiseProcess
 from trueup.sampling.draw import prior_std
@@ -57,6 +58,8 @@ def with_divergence(
     with torch.enable_grad():
         x = x.detach().requires_grad_(True)
         output = function(x)
+        if not output.requires_grad:
+            raise ModelError("this network cannot be differentiated in its input: use the bound")
         if probes is not None:
             total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
             for i, probe in enumerate(probes):
@@ -79,7 +82,9 @@ def _trace(output: Tensor, x: Tensor) -> Tensor:
             wide = basis.expand(-1, *x.shape)
             (rows,) = torch.autograd.grad(output, x, wide, retain_graph=True, is_grads_batched=True)
             trace += (rows * basis).flatten(2).sum(2).double().sum(0)
-    except RuntimeError:  # group norm in channels-last order, for one
+    except RuntimeError as error:  # group norm in channels-last order, for one
+        if out_of_memory(error):
+            raise
         trace.zero_()
         for entry, column in enumerate(output.flatten(1).unbind(1)):
             (row,) = torch.autograd.grad(column.sum(), x, retain_graph=True)
@@ -109,7 +114,6 @@ def follow(
     size = math.prod(shape)
     top, bottom = (float(process.lam(t)) for t in (process.t_min, process.t_max))
     seen: dict[str, Tensor] = {}
-    wide = torch.float32 if y.device.type == "mps" else torch.float64
 
     def field(flat: Tensor, lam: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         t, scale, share = coordinates(process, lam)
@@ -120,19 +124,21 @@ def follow(
         def eps_of(x_t: Tensor) -> Tensor:
             output = denoiser(x_t, t.to(x_t.device, torch.float32), label)
             output = output if output.dtype == torch.float64 else output.float()
+            if torch.is_grad_enabled() and not output.requires_grad:  # what follows would hide it
+                return output
             return denoiser.parametrization.to_eps(output, x_t.to(output), alpha.to(output), sigma.to(output))
 
         x = (flat * scale[:, None]).reshape(-1, *shape)
         x_t = x.to(torch.float64 if denoiser.dtype == torch.float64 else torch.float32)
         eps, spread = with_divergence(eps_of, x_t, None if probes is None else probes[:, rows])
-        spread = spread.to(wide) * scale  # of eps in y
-        slope = share[:, None] * (share[:, None] * flat - eps.flatten(1).to(wide))
+        spread = spread.double() * scale  # of eps in y
+        slope = share[:, None] * (share[:, None] * flat - eps.flatten(1).double())
         growth = share * (share * size - spread)
         if "eps" not in seen:
-            seen["eps"], seen["spread"] = eps.flatten(1).to(wide), spread
+            seen["eps"], seen["spread"] = eps.flatten(1).double(), spread
         return slope, growth / size
 
-    solution = solve(field, y.flatten(1).to(wide), top, bottom, tolerance, advance)
+    solution = solve(field, y.flatten(1).double(), top, bottom, tolerance, advance)
     last = process.t_max
     rho = math.sqrt(float(process.alpha(last)) ** 2 + float(process.sigma(last)) ** 2)
     std = prior_std(process) / rho
@@ -156,12 +162,18 @@ def coordinates(process: NoiseProcess, lam: Tensor) -> tuple[Tensor, Tensor, Ten
 @contextmanager
 def full_precision() -> Any:
     """Without the coarse products that GPUs use by default: an error estimate would be all rounding."""
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    backends: Any = torch.backends
+    places, name, off = [backends.cuda.matmul, backends.cudnn], "allow_tf32", cast(Any, False)
+    if hasattr(backends.cuda.matmul, "fp32_precision"):  # torch 2.9 and later
+        places, name, off = [backends.cuda.matmul, backends.cudnn.conv], "fp32_precision", "ieee"
+    before = [getattr(place, name) for place in places]
     try:
+        for place in places:
+            setattr(place, name, off)
         yield
     finally:
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+        for place, value in zip(places, before, strict=True):
+            setattr(place, name, value)
 
 
 def dequantization_noise(seed: int, index: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:

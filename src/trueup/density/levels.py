@@ -16,6 +16,7 @@ from trueup.process import NoiseProcess
 _NODES = 1024
 _EVENLY = 0.1  # share of levels drawn evenly, so that no weight is more than ten times too large
 _FOR_GAIN = 0.3  # share drawn where the calibration gains: the difference is asked for, too
+_FEWEST = 8
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -36,8 +37,10 @@ def data_variance(x0: Tensor, bands: Bands) -> Tensor:
     [1.0]
     """
     z = bands.dct(x0.double()).flatten(2)  # (B, C, K)
+    if len(x0) < _FEWEST:  # whose mean says little: about zero, which is not too small
+        return bands.sum(z.square().mean(0)) / bands.sizes
     centred = z - z.mean(0)
-    return bands.sum(centred.square().sum(0)) / max(len(x0) - 1, 1) / bands.sizes
+    return bands.sum(centred.square().sum(0)) / (len(x0) - 1) / bands.sizes
 
 
 @dataclass(frozen=True)

@@ -32,15 +32,15 @@ _SAFETY, _SHRINK, _GROW = 0.9, 0.2, 5.0
 _FIRST = 0.01  # of the interval
 _SMALLEST = 1e-5  # of the interval: a step that would have to be smaller is no step
 _USEFUL = 0.004  # of the interval: 250 steps to the end
-_LOOK = 50  # steps after which the pace must be one that arrives
-_MOST = 1000  # steps of a row, rejected ones included; networks take 10 to 50
+_LOOK = 200  # steps after which the pace must be one that arrives
+_MOST = 4000  # steps of a row, rejected ones included; networks take 10 to 50
 
 # (x (B, d), time (B,), rows (B,)) -> (dx, dextra)
 Field = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Failure(Exception):
-    """A row that could not be integrated: how far it got, and the tolerance that useful steps would have met.
+    """A row that could not be integrated: how far it got, and the error that steps worth taking had.
 
     `best` is nan where values are not finite.
     """
@@ -82,7 +82,8 @@ def solve(
     extra = x.new_zeros(count)
     done = x.new_zeros(count)  # share of the interval
     h = torch.full_like(done, _FIRST)
-    useful = torch.full_like(done, 2 * tolerance)  # largest error of a rejected step worth taking
+    rejected = torch.zeros_like(done)  # steps worth taking that were not, and the log of their errors, summed
+    missed = torch.zeros_like(done)
     evaluations = torch.zeros(count, dtype=torch.int64, device=device)
     rows = torch.arange(count, device=device)
 
@@ -112,7 +113,8 @@ def solve(
         accepted = ratio <= 1
         factor = (_SAFETY * ratio.clamp_min(1e-10) ** -0.2).clamp(_SHRINK, _GROW)
         wanted = (step >= _USEFUL) & ~accepted
-        useful[rows] = torch.where(wanted, torch.maximum(error, useful[rows]), useful[rows])
+        rejected[rows] += wanted.to(done)
+        missed[rows] += torch.where(wanted, error.log(), torch.zeros_like(error))
         taken = rows[accepted]
         x[taken], extra[taken] = x_new[accepted], e_new[accepted]
         done[taken] = torch.where(step[accepted] >= 1 - done[taken], 1.0, done[taken] + step[accepted])
@@ -121,10 +123,11 @@ def solve(
         if advance is not None:
             advance(done)
         stuck = (h[rows] < _SMALLEST) & (done[rows] < 1)
-        stuck |= (attempt >= _LOOK) & (done[rows] * _MOST < attempt)  # it would not get there
+        stuck |= (attempt >= _LOOK) & (done[rows] * _MOST < attempt)  # it will not get there
         if stuck.any():
             row = int(rows[stuck][0])
-            raise Failure(row, start + span * float(done[row]), float(useful[row]))
+            typical = math.exp(float(missed[row] / rejected[row].clamp_min(1)))
+            raise Failure(row, start + span * float(done[row]), typical)
         first = tuple(  # type: ignore[assignment]
             torch.where(accepted.reshape(-1, *[1] * (new.ndim - 1)), new, old)
             for new, old in zip(ks[-1], first, strict=True)

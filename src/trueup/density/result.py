@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trueup.number import Number
 
+_BOUND = "bound on the negative log-likelihood"
 _FEWEST = 20  # images before anything is called a disagreement
 
 
@@ -87,7 +88,7 @@ class Likelihood:
         """For a terminal."""
         unit = "bits/dim" if self.discrete else "bits/dim of a density, which may be negative"
         count = len(self.index)
-        kind = "bound on the negative log-likelihood" if self.method == "bound" else "negative log-likelihood"
+        kind = "negative log-likelihood by the probability flow" if self.method == "ode" else _BOUND
         lines = [
             f"{kind}, {unit}, {count:,} image{'s' * (count != 1)}; less is better",
             f"  {self.description}",

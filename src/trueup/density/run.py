@@ -14,7 +14,7 @@ from torch import Tensor
 from trueup.artifact import load
 from trueup.attachment import attach
 from trueup.calibration import Calibration
-from trueup.data import Batch, Samples, Transform
+from trueup.data import Batch, Samples, Transform, digests
 from trueup.denoiser import Denoiser, carries_correction
 from trueup.density.bound import VARIANCES, Bound
 from trueup.density.exact import STARTS, Exact
@@ -24,6 +24,7 @@ from trueup.errors import DataError, ModelError, TrueupError
 from trueup.estimate.evaluate import default_batch_size
 from trueup.held_out import first_unused
 from trueup.hf import as_denoiser
+from trueup.noise import mix
 from trueup.sampling.store import Kept
 
 METHODS = ("bound", "ode")
@@ -74,7 +75,9 @@ def likelihood(
     begins with them, are passed over. run: a directory that keeps what was done, to go on after an
     interruption. The rest is as in `calibrate`.
     """
-    denoiser = as_denoiser(model, scheduler=scheduler, device=device)
+    with torch.inference_mode(False):  # its weights take part in derivatives
+        denoiser = as_denoiser(model, scheduler=scheduler, device=device)
+    refuse_mps(denoiser)
     if carries_correction(denoiser.network) or carries_correction(denoiser._call):
         raise ModelError("a calibration is attached to this model: remove it first, and pass it here")
     if method not in METHODS:
@@ -120,12 +123,32 @@ def likelihood(
         raise DataError(f"{samples.name} holds no samples to measure the likelihood of")
     if samples.skipped:
         notes.append(f"{len(samples.skipped)} images left out: {samples.skipped[0]}")
-    discrete = bool(rows["eight_bit"][0])
-    if not discrete:
+    if not bool(rows["eight_bit"][0]):
         notes.append(
             "floating point data: bits/dim are those of a density, and not comparable with 8-bit images'"
         )
-    return _result(rows, method, description, denoiser, calibration, discrete, settings, notes)
+    promised = _promise(calibration) if method == "bound" and steps is None else None
+    biased = method == "ode" and start == "data"
+    return _result(rows, method, description, denoiser, settings, notes, promised, biased)
+
+
+def refuse_mps(denoiser: Denoiser) -> None:
+    """Raise on a device that cannot add up in float64."""
+    if denoiser.device.type == "mps":
+        raise ModelError("likelihoods need double precision, which mps lacks: pass --device cpu")
+
+
+def _promise(calibration: Calibration | None) -> tuple[float, float] | None:
+    """What a calibration of all levels says the bound gains in nats, and its 95% reach."""
+    if calibration is None:
+        return None
+    process, e = calibration.process, calibration.evidence
+    levels = process.lam(torch.tensor([process.t_min, process.t_max], dtype=torch.float64))
+    ends = calibration.correction.lam[[0, -1]]
+    nats, error = e.bound_gain
+    if not torch.allclose(levels, ends, atol=0.05) or math.isnan(nats) or math.isnan(error):
+        return None
+    return nats, e.quantile * error
 
 
 def first_image(calibration: Calibration | None, samples: Samples, notes: list[str]) -> int:
@@ -136,6 +159,7 @@ def first_image(calibration: Calibration | None, samples: Samples, notes: list[s
         notes.append("the data is a stream: it may hold images that the calibration was made from")
         return 0
     first = first_unused(calibration, samples)
+    samples.skipped.clear()  # they are met again
     if first is None:
         return 0
     if first >= len(samples):
@@ -182,7 +206,7 @@ def _collect(
             eight_bit = samples.eight_bit
             assert eight_bit is not None
             if seen == 0:  # the first images say where to look, also when going on from later ones
-                how.prepare(batch.x0[:_LOOKED_AT])
+                how.prepare(_to_look_at(samples, first, batch))
             skip = min(max(0, done - seen), len(batch.index))
             if kept is not None and skip:
                 _check_same(kept.tensors(seen + skip)["digest"][seen:], batch, samples.name, kept)
@@ -212,8 +236,21 @@ def _collect(
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
+def _to_look_at(samples: Samples, first: int, batch: Batch) -> Tensor:
+    """The first images, as many whatever is asked for; of a stream, those at hand."""
+    if not samples.indexed:
+        return batch.x0[:_LOOKED_AT]
+    place, skipped = samples.position, list(samples.skipped)
+    looked_at = next(samples.batches(_LOOKED_AT, first)).x0
+    samples.position, samples.skipped = place, skipped
+    return looked_at
+
+
 def _digests(batch: Batch) -> Tensor:
-    return torch.tensor([value >> 1 for value in batch.digests], dtype=torch.int64)
+    """Of each image with its label."""
+    labels = [0] * len(batch.index) if batch.y is None else digests(batch.y.reshape(len(batch.index), -1))
+    pairs = zip(batch.digests, labels, strict=True)
+    return torch.tensor([mix(image ^ mix(label)) >> 1 for image, label in pairs], dtype=torch.int64)
 
 
 def _check_same(digests: Tensor, batch: Batch, name: str, kept: Kept) -> None:
@@ -231,38 +268,33 @@ def _result(
     method: str,
     description: str,
     denoiser: Denoiser,
-    calibration: Calibration | None,
-    discrete: bool,
     settings: dict[str, Any],
     notes: list[str],
+    promised: tuple[float, float] | None,
+    biased: bool,
 ) -> Likelihood:
-    after = calibration is not None
+    after = settings["calibration"] is not None
     terms: dict[str, tuple[Tensor, Tensor | None]]
     bias: tuple[Tensor, Tensor | None] | None = None
-    promised = None
     evaluations: tuple[float, float | None]
     if method == "bound":
         terms = {"prior": (rows["prior"], rows["prior"] if after else None)}
         for name in ("diffusion", "decoder"):
             terms[name] = (rows[f"{name}_before"], rows[f"{name}_after"] if after else None)
         evaluations = float(rows["evaluations"][0]), None
-        if calibration is not None and settings["set of options"][0] is None:
-            nats, error = calibration.evidence.bound_gain
-            promised = (nats, calibration.evidence.quantile * error)
-            promised = None if math.isnan(nats) or math.isnan(error) else promised
     else:
         terms = {"total": (rows["nats_before"], rows["nats_after"] if after else None)}
         evaluations = (
             float(rows["evaluations_before"].mean()),
             float(rows["evaluations_after"].mean()) if after else None,
         )
-        if "noise" not in settings["set of options"]:
+        if biased:
             bias = rows["bias_before"], rows["bias_after"] if after else None
     return Likelihood(
         method=method,
         description=description,
         dimensions=math.prod(denoiser.shape),
-        discrete=discrete,
+        discrete=bool(rows["eight_bit"][0]),
         index=[int(i) for i in rows["sample"]],
         terms=terms,
         settings=settings,

@@ -15,12 +15,13 @@ from torch import Tensor
 from trueup.artifact import load
 from trueup.attachment import attach
 from trueup.calibration import Calibration
+from trueup.correction import interpolation_weights
 from trueup.data import Samples, Transform
 from trueup.denoiser import Denoiser, carries_correction
-from trueup.density.run import first_image
+from trueup.density.run import first_image, refuse_mps
 from trueup.density.sides import Sides
 from trueup.errors import DataError, ModelError, TrueupError
-from trueup.estimate.collect import default_levels
+from trueup.estimate.collect import check_levels
 from trueup.estimate.evaluate import default_batch_size
 from trueup.estimate.statistics import trapezoid_weights
 from trueup.hf import as_denoiser
@@ -29,27 +30,38 @@ from trueup.number import Number
 from trueup.process import NoiseProcess
 
 MIN_SNR = 5.0  # gamma of min-SNR weighting
+_FINE = 20001  # points of the integral over time
 Weighting = str | Callable[[Tensor], Tensor]
 
 
 def weights(weighting: Weighting, process: NoiseProcess, t: Tensor) -> Tensor:
     """What E|eps_hat - eps|^2 at each of rising times t counts in a total, (L,); equation 51.
 
-    The total is the integral of lambda(t)/2 E|score error|^2 dt by the trapezoid rule. "g2": lambda = g^2,
-    the likelihood's. The others are averages over time of w/2 E|eps_hat - eps|^2: "uniform", w = 1; "snr",
-    w = SNR; "min-snr", w = min(SNR, 5)/SNR. Or lambda itself, a function of t.
+    The total is the integral of lambda(t)/2 E|score error|^2 dt, the eps loss being linear in lam between
+    levels. "g2": lambda = g^2, the likelihood's. The others are averages over time (of a discrete process,
+    over its timesteps) of w/2 E|eps_hat - eps|^2: "uniform", w = 1; "snr", w = SNR; "min-snr",
+    w = min(SNR, 5)/SNR. Or lambda itself, a function of t.
     """
-    sigma2 = process.sigma(t).square()
+    levels = process.lam(t)
     if weighting == "g2":  # g^2/sigma^2 dt = -2 dlam, exactly
-        return trapezoid_weights(process.lam(t))
-    over_time = trapezoid_weights(t)
+        return trapezoid_weights(levels)
+    if process.integer_times and not callable(weighting):
+        fine = torch.arange(math.ceil(float(t[0])), math.floor(float(t[-1])) + 1, dtype=torch.float64)
+        measure = torch.ones_like(fine)
+    else:
+        lam = torch.linspace(float(levels[0]), float(levels[-1]), _FINE, dtype=torch.float64)
+        fine = process.t_of_lam(lam).clamp(float(t[0]), float(t[-1]))
+        measure = -trapezoid_weights(lam) / process.dlam(fine)
+    lam = process.lam(fine)
+    hats = interpolation_weights(levels, lam)  # (fine, L)
     if callable(weighting):
-        return 0.5 * over_time * torch.as_tensor(weighting(t), dtype=torch.float64) / sigma2
-    snr = (2 * process.lam(t)).exp()
+        density = torch.as_tensor(weighting(fine), dtype=torch.float64) / process.sigma(fine).square()
+        return 0.5 * (measure * density) @ hats
+    snr = (2 * lam).exp()
     known = {"uniform": torch.ones_like(snr), "snr": snr, "min-snr": snr.clamp_max(MIN_SNR) / snr}
     if weighting not in known:
         raise TrueupError(f"weighting is g2, uniform, snr, min-snr or a function of t, not {weighting!r}")
-    return 0.5 * over_time * known[weighting] / over_time.sum()
+    return 0.5 * (measure * known[weighting]) @ hats / measure.sum()
 
 
 WEIGHTINGS = ("g2", "uniform", "snr", "min-snr")
@@ -97,9 +109,10 @@ class Objectives:
     def check(self) -> str | None:
         """Whether the drop is what theory says, in words; None without a calibration.
 
-        A shift: E[s]·eta - |eta|^2/2 (the paper's equation 9), which holds exactly for any shift. A spectral
-        correction: its own mean square, the variance it explains, which is all it can remove exactly if what
-        is left is uncorrelated with it; a cautious (shrunk) one removes more than that.
+        A shift: E[s]·eta - |eta|^2/2 (the paper's equation 9), which holds for any shift: a difference means
+        that something else than the shift in the calibration was applied. A spectral correction: its
+        own mean square, the variance it explains, which is what it removes if what is left is uncorrelated
+        with it; a cautious (shrunk) one removes more than that.
         """
         if self.after is None:
             return None
@@ -188,19 +201,23 @@ def objectives(
     from tqdm import tqdm
 
     denoiser = as_denoiser(model, scheduler=scheduler, device=device)
+    refuse_mps(denoiser)
     if carries_correction(denoiser.network) or carries_correction(denoiser._call):
         raise ModelError("a calibration is attached to this model: remove it first, and pass it here")
     if calibration is not None:
         calibration = calibration if isinstance(calibration, Calibration) else load(calibration)
         attach(denoiser, calibration).remove()  # or say now that it does not fit
     process = denoiser.process
-    t = default_levels(process) if levels is None else torch.as_tensor(levels, dtype=torch.float64)
+    t = check_levels(process, levels)
+    if truth is not None and not process.agrees_with(truth.process):
+        raise ModelError("the truth is a denoiser of another noise process than the model's")
     samples = Samples(
         data, denoiser.shape, denoiser.data_range, Transform(resize, crop, flip, data_range), skip_bad
     )
     notes: list[str] = []
     first = first_image(calibration, samples, notes)
     sides = Sides(denoiser, calibration, batch_size)
+    ideal = None if truth is None else Sides(truth, None, batch_size)
     size = batch_size or default_batch_size(denoiser)
     names = ["before"] + (["after", "explained"] if calibration is not None else [])
     names += [f"sm_{n}" for n in names[:2]] if truth is not None else []
@@ -222,14 +239,14 @@ def objectives(
                 times = time.expand(len(x0))
                 before, after = (v.double() for v in sides(x0, eps, times, y))
                 targets = {"": eps.double()}
-                if truth is not None:
-                    targets["sm_"] = Sides(truth, None)(x0, eps, times, y)[0].double()
+                if ideal is not None:
+                    targets["sm_"] = ideal(x0, eps, times, y)[0].double()
                 for prefix, target in targets.items():
                     for name, value in (("before", before), ("after", after)):
                         if prefix + name in rows:
                             rows[prefix + name].append(_squared(value - target))
-                if calibration is not None:
-                    c = before - after
+                if calibration is not None:  # by the definition, not by what `after` was corrected with
+                    c = before - _by_definition(calibration, process, before, x0, eps, time)
                     inner = 2 * (before * c).flatten(1).sum(1) - _squared(c) if shift else _squared(c)
                     rows["explained"].append(inner)
                 bar.update(len(x0))
@@ -254,6 +271,15 @@ def objectives(
         sm_after=found.get("sm_after"),
         notes=notes,
     )
+
+
+def _by_definition(
+    calibration: Calibration, process: NoiseProcess, eps_hat: Tensor, x0: Tensor, eps: Tensor, t: Tensor
+) -> Tensor:
+    """Equation 12 on the CPU, as it is written."""
+    u = (float(process.alpha(t) / process.sigma(t)) * x0 + eps).double().cpu()
+    corrected = calibration.correction.apply(eps_hat.cpu(), u, process.lam(t).expand(len(u)))
+    return corrected.to(eps_hat)
 
 
 def _squared(x: Tensor) -> Tensor:

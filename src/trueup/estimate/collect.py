@@ -40,6 +40,20 @@ def default_levels(process: NoiseProcess) -> Tensor:
     return torch.unique(process.snap(process.t_of_lam(lam)))
 
 
+def check_levels(process: NoiseProcess, levels: Sequence[float] | Tensor | None) -> Tensor:
+    """Times that were asked for, rising and as the network knows them; None: the default ones."""
+    if levels is None:
+        return default_levels(process)
+    if isinstance(levels, (int, float)):
+        raise ModelError(f"levels are times, for instance [0, 500, 999], not the number {levels}")
+    asked = torch.as_tensor(levels, dtype=torch.float64).flatten()
+    if not len(asked):
+        raise ModelError("needs at least one noise level")
+    if not torch.isfinite(asked).all() or (asked < process.t_min).any() or (asked > process.t_max).any():
+        raise ModelError(f"levels are times between {process.t_min:g} and {process.t_max:g}")
+    return torch.unique(process.snap(asked))
+
+
 def measure(
     model: Any,
     data: Any,
@@ -159,15 +173,7 @@ def _empty(
     transform: Transform,
 ) -> Moments:
     process = denoiser.process
-    if levels is None:
-        t = default_levels(process)
-    else:
-        if isinstance(levels, (int, float)):
-            raise ModelError(f"levels are times, for instance [0, 500, 999], not the number {levels}")
-        asked = torch.as_tensor(levels, dtype=torch.float64).flatten()
-        if not torch.isfinite(asked).all() or (asked < process.t_min).any() or (asked > process.t_max).any():
-            raise ModelError(f"levels are times between {process.t_min:g} and {process.t_max:g}")
-        t = torch.unique(process.snap(asked))
+    t = check_levels(process, levels)
     return Moments.empty(
         t,
         process.lam(t),
