@@ -292,6 +292,7 @@ def test_a_tolerance_that_cannot_be_met_says_what_can(monkeypatch):
         trueup.likelihood(net, x0, method="ode", tolerance=1e-10, progress=False)
     best = float(str(error.value).split("worth taking is ")[1].split(":")[0])
     assert 1e-10 < best < 1e-2
+    monkeypatch.undo()
     found = trueup.likelihood(net, x0, method="ode", tolerance=10 * best, progress=False)
     assert torch.isfinite(found.before).all()
 
