@@ -333,6 +333,25 @@ def test_learned_variances_are_read_and_asked_for(images):
         )
 
 
+@pytest.mark.parametrize(("said", "meant"), [(-1.0, "small"), (1.0, "large")])
+def test_learned_variances_reach_from_the_smallest_to_the_largest(said, meant):
+    data, net = gaussian(DiscreteVP.linear())
+
+    def network(x_t, t):
+        eps = net.network(x_t, t)
+        return torch.cat([eps, torch.full_like(eps, said)], 1)
+
+    learning = trueup.Denoiser(network, net.process, "noise", SHAPE)
+    pixels = data.sample(4).clamp(-1, 1).add(1).mul(127.5).round().to(torch.uint8)
+    plain = trueup.Denoiser(net.network, net.process, "noise", SHAPE)
+    how = {"steps": 50, "draws": 50, "progress": False}
+    ours = trueup.likelihood(learning, pixels, variance="learned_range", **how)
+    theirs = trueup.likelihood(plain, pixels, variance=meant, **how)
+    assert torch.allclose(ours.terms["diffusion"][0], theirs.terms["diffusion"][0], rtol=1e-5)
+    if meant == "small":  # improved DDPM's fixed variances decode alike
+        assert torch.allclose(ours.before, theirs.before, rtol=1e-5)
+
+
 def test_what_an_image_gets_does_not_depend_on_its_batch():
     data, net = gaussian(ContinuousVP())
     x0 = data.sample(50)

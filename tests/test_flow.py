@@ -100,8 +100,10 @@ def test_the_stated_bias_of_the_start_is_what_starting_there_leaves_out():
     assert torch.allclose(found.start_bias[0], left_out, atol=float(left_out.abs().max()) * 3 * share)
 
 
-def test_starting_with_noise_bounds_the_likelihood_of_clean_data():
-    process = ContinuousVP(t_min=0.02)
+@pytest.mark.parametrize(
+    "process", [ContinuousVP(t_min=0.02), EDM(sigma_min=0.05)]
+)  # alpha near 1, and near 2
+def test_starting_with_noise_bounds_the_likelihood_of_clean_data(process):
     data = GaussianMixture(torch.zeros(1, *SHAPE, dtype=torch.float64), STD)
     net = data.denoiser(process, dtype=torch.float64)
     x0 = data.sample(400).float()
