@@ -211,6 +211,66 @@ def test_floating_point_data_have_a_density_and_are_not_mixed(model):
         trueup.likelihood(str(model), mixed, draws=2, data_range=(-1.0, 1.0), progress=False)
 
 
+@pytest.mark.parametrize("option", [(), ("--flip",)])
+def test_a_calibration_s_own_images_are_known_however_they_are_read(model, images, calibration, option):
+    base = (
+        "likelihood",
+        model,
+        "--data",
+        images,
+        "--calibration",
+        calibration,
+        "--trust",
+        "--json",
+        "--quiet",
+    )
+    done = trueup_command(*base, "--draws", 1, "--images", 5, *option)
+    assert [row["index"] for row in json.loads(done.stdout)["per_image"]] == list(range(20, 25))
+
+
+def test_what_runs_short_and_what_was_resized_is_said(model, images, tmp_path):
+    found = trueup.likelihood(str(model), images, images=99, draws=1, progress=False)
+    assert any("no more than 40 images" in note for note in found.notes)
+    Image.open(sorted(images.iterdir())[0]).resize((16, 16)).save(tmp_path / "large.png")
+    found = trueup.likelihood(str(model), tmp_path, draws=1, resize="exact", progress=False)
+    assert any("as they were resized" in note for note in found.notes)
+    assert "bits/dim" in repr(found)
+    assert "nan" not in found.table()
+
+
+def test_too_few_images_are_not_called_calibrated(model, images):
+    done = trueup_command("check", model, "--data", images, "--images", 6, "--fail-above", 0.001, "--quiet")
+    assert done.returncode == 2
+    assert "use more --images" in done.stderr
+    said = trueup_command("check", model, "--data", images, "--images", 6, "--json", "--quiet")
+    assert json.loads(said.stdout)["uncalibration"]["bits_per_dim"]["value"] is None
+
+
+def test_bundled_names_work_in_python():
+    found = trueup.likelihood("bundled:ema", "bundled:images", images=1, draws=1, progress=False)
+    assert found.dimensions == 784
+    with pytest.raises(trueup.TrueupError, match="nothing named bundled:x"):
+        trueup.likelihood("bundled:x", "bundled:images")
+
+
+def test_mistakes_are_found_before_anything_is_measured(images, tmp_path, calibration, monkeypatch):
+    import trueup.commands.measuring as measuring
+
+    def never(*args, **kwargs):
+        raise AssertionError("something was measured")
+
+    monkeypatch.setattr(measuring, "look_for_mistakes", never)
+    base = ("likelihood", "bundled:ema", "--data", images, "--quiet")
+    refused(trueup_command(*base, "--calibration", tmp_path / "none"), "none")
+    refused(trueup_command(*base, "--calibration", calibration), "other weights")
+    refused(trueup_command(*base, "--steps", 1), "2 to 1000")
+    refused(trueup_command(*base, "--variance", "large"), "--steps T")
+    refused(trueup_command(*base, "--ode", "--tolerance", 0), "tolerance")
+    refused(trueup_command(*base, "--ode", "--trace", "exact", "--probes", 3), "no probes")
+    base = ("check", "bundled:ema", "--data", images, "--figure", tmp_path / "none" / "f.png")
+    refused(trueup_command(*base), "not a directory")
+
+
 def test_distilled_models_have_no_likelihood(images, tmp_path):
     from diffusers import LCMScheduler
 

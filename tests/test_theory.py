@@ -85,6 +85,8 @@ def test_monte_carlo_finds_no_gap_in_an_exact_network_and_one_in_a_biased_networ
     assert gap.gap.shape == gap.gap_error.shape == gap.size.shape == (100,)
     with pytest.raises(trueup.TrueupError, match="s < t"):
         theory.martingale_check(wrong, x0, 0.6, 0.3)
+    with pytest.raises(trueup.TrueupError, match="tensor of clean samples"):
+        theory.martingale_check(wrong, x0[:, :, :2], 0.3, 0.6)
 
 
 def test_the_standard_error_of_the_gap_is_right(data):

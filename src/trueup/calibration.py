@@ -20,6 +20,8 @@ from trueup.process import NoiseProcess, from_settings
 if TYPE_CHECKING:
     from trueup.trajectory import Trajectory
 
+FEWEST_IMAGES = 20  # fewer cannot say that there is nothing to correct
+
 
 @dataclass(eq=False, repr=False)
 class Evidence:
@@ -137,10 +139,19 @@ class Calibration:
 
     @property
     def uncalibration(self) -> Number:
-        """How uncalibrated the network is: bits/dim by which correcting it raises the likelihood bound."""
-        nats, error = self.evidence.bound_gain
+        """How uncalibrated the network is: bits/dim by which correcting it raises the likelihood bound.
+
+        That is the bound's diffusion term; what a decoder gains comes on top. Unknown (nan) where too few
+        images could have confirmed a correction.
+        """
+        nats, error = self.evidence.bound_gain if self._confirmable else (math.nan, math.nan)
         reach = self.evidence.quantile * error
         return Number(nats, nats - reach, nats + reach).scaled(self.evidence.bits_per_dim(1.0))
+
+    @property
+    def _confirmable(self) -> bool:
+        e = self.evidence
+        return self.family != "none" and e.folds >= 4 and not (self.empty and e.images < FEWEST_IMAGES)
 
     @property
     def uncalibration_share(self) -> Number:
@@ -149,6 +160,8 @@ class Calibration:
 
         e, weights = self.evidence, trapezoid_weights(self.correction.lam)
         loss = float((weights * e.loss).sum())
+        if not self._confirmable:
+            return Number(math.nan, math.nan, math.nan)
         if len(weights) == 1 or not loss > 0:
             return Number(self.explained(), math.nan, math.nan)
         # Levels share their images, so their errors are taken to add up, not to cancel.
@@ -162,8 +175,9 @@ class Calibration:
         nats, error = e.bound_gain
         if self.family == "none":
             return "the network is left as it is."
-        if e.folds < 4 or (self.empty and e.images < 20):
-            return f"{e.images} image{'s' * (e.images > 1)} cannot confirm a correction: use 20 or more."
+        if not self._confirmable:
+            count = f"{e.images} image{'s' * (e.images > 1)}"
+            return f"{count} cannot confirm a correction: use {FEWEST_IMAGES} or more."
         if self.empty:
             return "calibrated within noise: nothing to do."
         removed = 100 * self.explained()
@@ -172,6 +186,8 @@ class Calibration:
         gain = f"{e.bits_per_dim(nats):.2g} ± {e.bits_per_dim(e.quantile * error):.1g} bits/dim"
         if nats <= e.quantile * error:
             return f"no sure gain: the likelihood bound moves by {gain}, within noise."
+        if removed < 1e-6:
+            return "off by rounding alone: nothing to do."
         if removed < 0.01:
             return f"off by a measurable but negligible amount: correcting it gains {gain}."
         share = f"at least {removed:.2g}% of the score matching loss"

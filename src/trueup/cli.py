@@ -77,6 +77,8 @@ def _as_options(message: str, options: argparse.Namespace) -> str:
     for words, option in (
         ("weights=PATH", "--weights FILE"),
         ("pass null_label", "pass --null-label N"),
+        ("variance='small' or 'large'", "--variance small or large"),
+        ("a bound of T steps: pass steps", "a bound of T steps: pass --steps T"),
         (", or pass force=True if you know they agree", ""),
         ("pass force=True to replace", "pass --force to replace"),
     ):

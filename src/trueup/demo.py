@@ -15,13 +15,12 @@ from trueup.calibration import Calibration
 from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
 from trueup.estimate import fit, measure
-from trueup.files import write
+from trueup.files import BUNDLED, write
 from trueup.hf import as_denoiser
 from trueup.metrics import wasserstein
 from trueup.report import plain_output, show
 from trueup.sampling import sample
 
-BUNDLED = Path(__file__).parent / "bundled"
 IMAGES = 200
 STEPS = 20
 SAMPLES = 64  # to measure brightness on; the picture shows the first SHOWN

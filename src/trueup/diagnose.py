@@ -28,6 +28,7 @@ _LAM = (1.5, 0.5, -0.5, -1.5)  # where networks are far better than filters
 _SURE = 4.0  # standard errors of the paired difference before a mistake is named
 _LEAST = 0.985  # and the share of the loss it must come down to
 _LATENT_SCALES = {0.18215: "Stable Diffusion 1 and 2", 0.13025: "Stable Diffusion XL"}
+FEWEST = 8  # with fewer nothing is sure
 IMAGES = 32  # enough to tell mistakes apart
 
 
@@ -55,8 +56,9 @@ def diagnose(
     """Try the usual mistakes on a few images, of which 16 to 32 say enough; flip: some are mirrored."""
     if denoiser.conditional and batch.y is None:
         raise DataError("the network is conditional: the data must come with labels")
-    if len(batch.index) < 8:
-        return Diagnosis(float("nan"), hints=["fewer than 8 images: not looked for the usual mistakes"])
+    if len(batch.index) < FEWEST:
+        words = f"fewer than {FEWEST} images: not looked for the usual mistakes"
+        return Diagnosis(float("nan"), hints=[words])
     process, parametrization = denoiser.process, denoiser.parametrization
     size = batch_size or default_batch_size(denoiser)
     with denoiser.evaluating():

@@ -48,6 +48,8 @@ def check_figure(path: Path) -> Any:
     """Matplotlib's figure, or what stands in the way of drawing one."""
     if path.suffix.lower() not in _SUFFIXES:
         raise TrueupError(f"{path}: a figure ends in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
+    if not path.absolute().parent.is_dir():
+        raise TrueupError(f"{path.parent} is not a directory: make it first")
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -59,7 +61,10 @@ def draw(calibrations: Mapping[str, Calibration] | Calibration, path: str | Path
     """Draw the figure to a .png, .svg or .pdf file, one column per calibration."""
     path = Path(path)
     Figure = check_figure(path)
-    named = {"": calibrations} if isinstance(calibrations, Calibration) else dict(calibrations)
+    if isinstance(calibrations, Calibration):
+        named = {str(calibrations.provenance.get("model", "")): calibrations}
+    else:
+        named = dict(calibrations)
     figure = Figure(figsize=(4.2 * len(named), 7.2), layout="constrained")
     axes = figure.subplots(3, len(named), squeeze=False)
     for column, (name, calibration) in enumerate(named.items()):
@@ -67,7 +72,7 @@ def draw(calibrations: Mapping[str, Calibration] | Calibration, path: str | Path
         process, bits = calibration.process, calibration.evidence.bits_per_dim(1.0)
         area = found.area
         gain = f"area {area.value:.3g} nats ({area.low:.3g} to {area.high:.3g})"
-        gain += f", {area.value * bits:.2g} bits/dim"
+        gain += f", {area.value * bits:.2g} bits/dim: what a shift gains"
         rows = (
             (found.t, found.size, "t", r"$\frac{1}{2}\|E[\epsilon_\theta]\|^2$", name),
             (found.t, found.rate, "t", r"$\frac{g^2}{2\sigma^2}\|E[\epsilon_\theta]\|^2$", gain),

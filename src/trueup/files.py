@@ -8,6 +8,21 @@ from pathlib import Path
 
 from trueup.errors import TrueupError
 
+BUNDLED = Path(__file__).parent / "bundled"
+
+
+def bundled(name: str | Path) -> Path:
+    """A path, or something that comes with trueup.
+
+    >>> bundled("bundled:images").name
+    'images.npy'
+    """
+    known = {"bundled:raw": "raw", "bundled:ema": "ema", "bundled:images": "images.npy"}
+    name = str(name)
+    if name.startswith("bundled:") and name not in known:
+        raise TrueupError(f"nothing named {name} comes with trueup: there are {', '.join(known)}")
+    return BUNDLED / known[name] if name in known else Path(name)
+
 
 def write(path: Path, content: bytes, error: type[TrueupError] = TrueupError) -> None:
     """Replace `path` by `content`, on the disk before the old file is gone; failures raise `error`."""

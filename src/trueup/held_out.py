@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from trueup.calibration import Calibration
-from trueup.data import Samples
+from trueup.data import Samples, Transform
 from trueup.denoiser import Denoiser
+from trueup.errors import DataError
 from trueup.estimate import measure
 from trueup.estimate.confirm import score
 from trueup.estimate.statistics import mean_and_error, student_quantile
@@ -28,13 +29,25 @@ class _From:
 
 
 def first_unused(calibration: Calibration, samples: Samples) -> int | None:
-    """The first sample that a calibration was not made from; None if that was other data."""
+    """The first sample that a calibration was not made from; None if that was other data.
+
+    Samples are read as the calibration read them, mirrored or resized, however they are read here.
+    """
     if calibration.generated:
         return 0
+    made = calibration.provenance.get("transform") or {}
+    transform = Transform(**made, data_range=samples.transform.data_range)
+    model_range = calibration.provenance.get("data_range")
+    model_range = tuple(model_range) if model_range else None
+    same = Samples(samples.source, samples.shape, model_range, transform, samples.skip_bad)
+    same.signed = samples.signed
     digest = 0
-    for batch in samples.batches(64, limit=calibration.data_images):
-        digest = (digest + sum(batch.digests)) & ((1 << 64) - 1)
-    return samples.position if f"{digest:016x}" == calibration.data_fingerprint else None
+    try:
+        for batch in same.batches(64, limit=calibration.data_images):
+            digest = (digest + sum(batch.digests)) & ((1 << 64) - 1)
+    except DataError:  # not in the calibration's way: other data
+        return None
+    return same.position if f"{digest:016x}" == calibration.data_fingerprint else None
 
 
 def denoising_loss(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trueup import process as processes
 from trueup.denoiser import Denoiser, fingerprint, prediction
 from trueup.errors import ModelError
+from trueup.files import bundled
 from trueup.parametrization import Parametrization
 from trueup.schedules import schedule
 
@@ -198,7 +199,7 @@ def _name(model: Any) -> str:
 def _open(model: Any) -> tuple[nn.Module, dict[str, Any] | None, bool]:
     """The network, its scheduler's config where there is one, and whether it works on latents."""
     if isinstance(model, (str, Path)):
-        return _load(Path(model))
+        return _load(bundled(model))
     if is_pipeline(model):
         found = _config(model.scheduler) if model.scheduler is not None else None
         return network_of(model), found, any(getattr(model, n, None) is not None for n in _AUTOENCODERS)

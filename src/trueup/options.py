@@ -200,7 +200,9 @@ def parser() -> _Parser:
     ode = likelihood.add_argument_group("ode")
     ode.add_argument("--tolerance", type=_positive_float, metavar="X", help="of its steps (default: 1e-4)")
     ode.add_argument(
-        "--trace", choices=("rademacher", "gaussian", "exact"), help="how to find the divergence"
+        "--trace",
+        choices=("rademacher", "gaussian", "exact"),
+        help="of the Jacobian; exact: a pass per pixel",
     )
     ode.add_argument("--probes", type=_positive, metavar="N", help="of Hutchinson's estimator (default: 1)")
     ode.add_argument(

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from trueup.errors import DataError
+from trueup.files import bundled
 
 _IMAGE_KEYS = ("image", "img", "pixel_values", "images", "x")
 _LABEL_KEYS = ("label", "labels", "class_labels", "y")
@@ -26,7 +27,7 @@ _NOT_PICTURES = ("BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF")
 def open_source(source: Any) -> tuple[Any, Any, str]:
     """(samples, labels or None, a name for error messages)."""
     if isinstance(source, (str, Path)):
-        path = Path(source)
+        path = bundled(source)
         if path.is_dir():
             return _list_images(path), None, str(path)
         if path.suffix in (".npy", ".npz") and path.exists():
@@ -105,7 +106,7 @@ def refuse_other_depths(image: Image.Image, where: str) -> None:
         kind = "one-bit" if image.mode == "1" else "palette"
         raise DataError(
             f"{where} is a {kind} image ({image.mode}): its values were quantized, and the likelihood "
-            "would be that of the palette; use the original, or convert it to 8 bits per channel"
+            "would be that of the palette; use the original"
         )
     raw = str(image.info.get("raw modes", ""))
     depth = next((bits for bits in ("16", "2", "4") if f";{bits}" in raw), None)

@@ -79,6 +79,8 @@ def martingale_check(
         )
     if draws < 4 or steps < 1:
         raise TrueupError("needs at least 4 draws and 1 step")
+    if not isinstance(x0, Tensor) or tuple(x0.shape[1:]) != denoiser.shape:
+        raise TrueupError(f"x0 is a tensor of clean samples, (count, {', '.join(map(str, denoiser.shape))})")
     index = torch.arange(len(x0))
     keys = torch.arange(draws * steps + 1) + _REVERSE_KEY
     noise = normals(seed, index, keys[:1], denoiser.shape, denoiser.device)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from trueup.data import Samples, Transform
 from trueup.demo import run as run_demo
 from trueup.demo import run_directory
 from trueup.denoiser import Denoiser
-from trueup.diagnose import IMAGES, diagnose
+from trueup.diagnose import FEWEST, IMAGES, diagnose
 from trueup.errors import DataError, TrueupError
 from trueup.estimate import Moments, fit, measure
 from trueup.figure import check_figure, draw
@@ -184,10 +185,14 @@ def check(options: argparse.Namespace) -> int:
     if options.figure is not None:
         draw(calibration, options.figure)
     low = calibration.uncalibration.low
+    unknown = options.fail_above is not None and math.isnan(low)
     failed = options.fail_above is not None and low > options.fail_above
     _report(calibration, options, {"problem": problem, "failed": failed, "skipped": moments.skipped})
     if problem:
         print(f"trueup: {problem}", file=sys.stderr)
+        return 2
+    if unknown:
+        print("trueup: too few images to say whether it is miscalibrated: use more --images", file=sys.stderr)
         return 2
     if failed:
         print(
@@ -241,6 +246,8 @@ def inspect(options: argparse.Namespace) -> int:
     if options.figure is not None:
         draw(calibration, options.figure)
     _report(calibration, options, {"file": options.file})
+    if options.figure is not None:
+        say(options, f"wrote {options.figure}")
     if not options.json:
         origin = calibration.provenance
         weights = next(iter((origin.get("weights") or {}).values()), "none")
@@ -259,15 +266,17 @@ def demo(options: argparse.Namespace) -> int:
     return 0
 
 
-def look_for_mistakes(denoiser: Denoiser, options: argparse.Namespace) -> str | None:
-    """The likeliest way in which the model is used wrongly, or None."""
+def look_for_mistakes(denoiser: Denoiser, options: argparse.Namespace, *, exact: bool = False) -> str | None:
+    """The likeliest way in which the model is used wrongly, or None; exact: see `Samples`."""
     transform = Transform(options.resize, options.crop, options.flip, options.data_range)
-    samples = Samples(bundled(options.data), denoiser.shape, denoiser.data_range, transform, options.skip_bad)
+    source = bundled(options.data)
+    samples = Samples(source, denoiser.shape, denoiser.data_range, transform, options.skip_bad, exact)
     count = min(IMAGES, options.images or IMAGES)
     batch = next(samples.batches(count, limit=count), None)
     if batch is None:
         return None  # measuring says what is wrong
-    say(options, f"looking for the usual mistakes on {len(batch.index)} images")
+    if len(batch.index) >= FEWEST:
+        say(options, f"looking for the usual mistakes on {len(batch.index)} images")
     found = diagnose(denoiser, batch, flip=options.flip, batch_size=options.batch_size)
     for hint in found.hints:
         say(options, f"note: {hint}")

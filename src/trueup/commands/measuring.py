@@ -7,11 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trueup.artifact import load
+from trueup.attachment import attach
 from trueup.commands.calibrating import look_for_mistakes
 from trueup.commands.shared import bundled, check_output, open_model, progress, say
+from trueup.denoiser import Denoiser
 from trueup.density import Likelihood, Objectives
 from trueup.density import likelihood as measure_likelihood
 from trueup.density import objectives as measure_objectives
+from trueup.density.bound import Bound
+from trueup.density.flow import Divergence
+from trueup.density.run import TOLERANCE, check_tolerance
 from trueup.errors import DataError, TrueupError
 from trueup.files import write
 from trueup.report import plain_output
@@ -25,6 +31,17 @@ _BELONGS = {
     "probes": "ode",
     "start": "ode",
 }
+
+
+def _check_early(denoiser: Denoiser, options: argparse.Namespace, given: dict[str, Any]) -> None:
+    """Say what cannot be before anything is measured."""
+    if options.calibration is not None:
+        attach(denoiser, load(options.calibration)).remove()
+    if options.method == "bound":
+        Bound(denoiser, None, given.get("steps"), given.get("variance") or "small")
+    elif options.method == "ode":
+        Divergence(given.get("trace", "rademacher"), given.get("probes", 1))
+        check_tolerance(given.get("tolerance", TOLERANCE))
 
 
 def likelihood(options: argparse.Namespace) -> int:
@@ -48,8 +65,9 @@ def likelihood(options: argparse.Namespace) -> int:
         check_output(output, options.force)
     run = options.run or (Path(f"{output}.run") if output is not None and method != "dsm" else None)
     denoiser = open_model(options)
+    _check_early(denoiser, options, given)
     if not options.trust and not (run is not None and (run / "samples.json").exists()):
-        problem = look_for_mistakes(denoiser, options)
+        problem = look_for_mistakes(denoiser, options, exact=True)
         if problem:
             raise TrueupError(f"{problem} (or pass --trust to go on as it is)")
     names = ("seed", "batch_size", "resize", "crop", "flip", "data_range", "skip_bad")

@@ -12,17 +12,9 @@ import torch
 
 from trueup.denoiser import Denoiser
 from trueup.errors import ModelError, TrueupError
+from trueup.files import BUNDLED as BUNDLED
+from trueup.files import bundled as bundled
 from trueup.hf import as_denoiser
-
-BUNDLED = Path(__file__).parent.parent / "bundled"
-
-
-def bundled(name: str) -> Path:
-    """A path, or something that comes with trueup."""
-    known = {"bundled:raw": "raw", "bundled:ema": "ema", "bundled:images": "images.npy"}
-    if name.startswith("bundled:") and name not in known:
-        raise TrueupError(f"nothing named {name} comes with trueup: there are {', '.join(known)}")
-    return BUNDLED / known[name] if name in known else Path(name)
 
 
 def open_model(options: argparse.Namespace) -> Denoiser:

@@ -102,10 +102,7 @@ class Bound:
             how = f"all of {self.steps} steps, {self.variance} variance"
         else:
             how = f"{self.steps} steps, {self.variance} variance, {self.draws} {drawn} ones per image"
-        std = math.sqrt(decoder_variances(process, self.times)[0])
-        return (
-            f"{how}; prior at t = {process.t_max:.4g}, decoder at {process.t_min:.4g} (8 bit: std {std:.3g})"
-        )
+        return f"{how}; prior at t = {process.t_max:.4g}, decoder at {process.t_min:.4g}"
 
     @property
     def _count(self) -> int:

@@ -41,6 +41,8 @@ class Divergence:
             raise TrueupError(f"trace is one of {', '.join(TRACES)}, not {self.kind!r}")
         if self.probes < 1:
             raise TrueupError(f"the trace needs at least one probe, not {self.probes}")
+        if self.kind == "exact" and self.probes > 1:
+            raise TrueupError("an exact trace has no probes")
 
     def vectors(self, index: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
         """Each sample's probes, (probes, B, *shape); they stay the same along its path."""

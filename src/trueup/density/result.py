@@ -15,7 +15,7 @@ _BOUND = "bound on the negative log-likelihood"
 _FEWEST = 20  # images before anything is called a disagreement
 
 
-@dataclass
+@dataclass(repr=False)
 class Likelihood:
     """What `trueup.likelihood` returns. Terms are nats per image; `bits_per_dim` and the table are bits/dim.
 
@@ -41,6 +41,11 @@ class Likelihood:
     def __post_init__(self) -> None:
         self.before = self._total(0)
         self.after = self._total(1) if self.calibrated else None
+
+    def __repr__(self) -> str:
+        change = self.difference()
+        after = "" if change is None else f", calibrated {_change(change)}"
+        return f"<{self.method} of {len(self.index)} images: {_fixed(self.mean())} bits/dim{after}>"
 
     @property
     def calibrated(self) -> bool:
@@ -78,7 +83,8 @@ class Likelihood:
         scale = self.dimensions * math.log(2)
         value, reach = self.promised[0] / scale, self.promised[1] / scale
         found, error = -measured.value, measured.reach
-        words = f"diffusion term: predicted gain {value:.2g} ± {reach:.1g}, found {found:.2g} ± {error:.1g}"
+        words = f"diffusion term: predicted gain {value:.2g} ± {reach:.1g}, found {found:.2g}"
+        words += "" if math.isnan(error) else f" ± {error:.1g}"
         if len(self.index) < _FEWEST:  # an interval of so few says little
             return f"{words} bits/dim"
         apart = abs(found - value) > math.hypot(reach, error)

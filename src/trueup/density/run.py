@@ -84,8 +84,7 @@ def likelihood(
         raise TrueupError(f"method is one of {', '.join(METHODS)}, not {method!r}")
     if start not in STARTS:
         raise TrueupError(f"start is one of {', '.join(STARTS)}, not {start!r}")
-    if not isinstance(tolerance, (int, float)) or not 0 < tolerance < 1:
-        raise TrueupError(f"tolerance is a number between 0 and 1, not {tolerance!r}")
+    check_tolerance(tolerance)
     for name, value in (("images", images), ("draws", draws), ("batch_size", batch_size)):
         if value is not None and not (isinstance(value, int) and value >= 1):
             raise TrueupError(f"{name} is a whole number of at least 1, not {value!r}")
@@ -111,7 +110,12 @@ def likelihood(
         "method": method,
         "description": description,
         "seed": seed,
-        "set of options": [steps, draws, importance, tolerance, trace, probes, start],
+        **({"steps": steps, "draws": draws, "importance": importance} if method == "bound" else {}),
+        **(
+            {"tolerance": tolerance, "trace": trace, "probes": probes, "start": start}
+            if method == "ode"
+            else {}
+        ),
         "calibration": None if calibration is None else calibration.identity,
         "first image": first,
         "way of reading images": [resize, crop, flip, data_range],
@@ -122,14 +126,25 @@ def likelihood(
     if not len(rows["sample"]):
         raise DataError(f"{samples.name} holds no samples to measure the likelihood of")
     if samples.skipped:
-        notes.append(f"{len(samples.skipped)} images left out: {samples.skipped[0]}")
+        notes.append(f"{len(samples.skipped)} images left out: {'; '.join(samples.skipped[:3])}")
+    if images is not None and len(rows["sample"]) < images:
+        notes.append(f"there are no more than {len(rows['sample'])} images, {images} were asked for")
+    if resize is not None:
+        notes.append("the likelihood is that of the images as they were resized")
     if not bool(rows["eight_bit"][0]):
         notes.append(
-            "floating point data: bits/dim are those of a density, and not comparable with 8-bit images'"
+            "floating point data: bits/dim are of a density in the model's own range, and do not compare "
+            "with those of 8-bit images"
         )
     promised = _promise(calibration) if method == "bound" and steps is None else None
     biased = method == "ode" and start == "data"
     return _result(rows, method, description, denoiser, settings, notes, promised, biased)
+
+
+def check_tolerance(tolerance: float) -> None:
+    """Raise unless it is one."""
+    if not isinstance(tolerance, (int, float)) or not 0 < tolerance < 1:
+        raise TrueupError(f"tolerance is a number between 0 and 1, not {tolerance!r}")
 
 
 def refuse_mps(denoiser: Denoiser) -> None:
