@@ -216,7 +216,9 @@ class Calibration:
             "",
             "loss: E|eps_hat - eps|^2 summed over a sample; intervals and ± are 95%",
             f"gain of the likelihood bound: {_pm(nats, z * error)} nats",
-            f"uncalibration score: {_pm(bits.value, bits.reach)} bits/dim of the bound, at least "
+            "uncalibration score: unknown"
+            if math.isnan(bits.value)
+            else f"uncalibration score: {_pm(bits.value, bits.reach)} bits/dim of the bound, at least "
             f"{_pm(share.value, share.reach)}% of the score matching loss",
         ]
         if self.generated:

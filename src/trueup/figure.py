@@ -72,7 +72,7 @@ def draw(calibrations: Mapping[str, Calibration] | Calibration, path: str | Path
         process, bits = calibration.process, calibration.evidence.bits_per_dim(1.0)
         area = found.area
         gain = f"area {area.value:.3g} nats ({area.low:.3g} to {area.high:.3g})"
-        gain += f", {area.value * bits:.2g} bits/dim: what a shift gains"
+        gain += f", {area.value * bits:.2g} bits/dim"
         rows = (
             (found.t, found.size, "t", r"$\frac{1}{2}\|E[\epsilon_\theta]\|^2$", name),
             (found.t, found.rate, "t", r"$\frac{g^2}{2\sigma^2}\|E[\epsilon_\theta]\|^2$", gain),
@@ -81,7 +81,7 @@ def draw(calibrations: Mapping[str, Calibration] | Calibration, path: str | Path
                 2 * found.size,
                 r"$\lambda$",
                 r"$\|E[\epsilon_\theta]\|^2$",
-                "the same area",
+                "the same area: what a shift gains",
             ),
         )
         for axis, (x, values, below, beside, title) in zip(axes[:, column], rows, strict=True):
