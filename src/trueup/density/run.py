@@ -232,7 +232,7 @@ def _collect(
             start = bar.n
 
             def advance(share: Tensor, start: float = start) -> None:
-                bar.n = start + float(share.sum())
+                bar.n = round(start + float(share.sum()), 1)
                 bar.refresh()
 
             rows = how(part, eight_bit, advance)
