@@ -16,7 +16,7 @@ import torch
 from scipy.integrate import solve_ivp
 
 from trueup.analytic import GaussianMixture
-from trueup.commands import bundled
+from trueup.files import bundled
 from trueup.hf import as_denoiser
 from trueup.noise import normal
 from trueup.process import ContinuousVP

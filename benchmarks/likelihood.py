@@ -37,6 +37,8 @@ def options():
     p.add_argument("--tolerance", type=float, default=1e-4)
     p.add_argument("--start", nargs="+", choices=("data", "noise"), default=("data", "noise"))
     p.add_argument("--families", nargs="+", default=("shift", "spectral"))
+    p.add_argument("--reverse-steps", type=int, default=20, help="of martingale: steps of a path")
+    p.add_argument("--reverse-draws", type=int, default=32, help="of martingale: paths from each image")
     p.add_argument("--figure", default="figure1.png", metavar="FILE")
     return p.parse_args()
 
@@ -202,12 +204,13 @@ def martingale(denoiser, calibrations, test, o, images: int = 64) -> dict:
     """How far from a martingale the scaled scores are, before and after calibration."""
     x0 = torch.from_numpy(np.array(test[:images])).permute(0, 3, 1, 2).float() / 127.5 - 1
     rows = [["s", "t", "uncalibrated", *calibrations]]
+    how = {"draws": o.reverse_draws, "steps": o.reverse_steps}
     found = {}
     for s, t in ((800, 999), (500, 800), (200, 500), (50, 200)):
-        sides = {"uncalibrated": martingale_check(denoiser, x0, s, t, draws=32, steps=20).share}
+        sides = {"uncalibrated": martingale_check(denoiser, x0, s, t, **how).share}
         for family, calibration in calibrations.items():
             with trueup.attach(denoiser, calibration):
-                sides[family] = martingale_check(denoiser, x0, s, t, draws=32, steps=20).share
+                sides[family] = martingale_check(denoiser, x0, s, t, **how).share
         rows.append(
             [str(s), str(t), *(f"{v.value:.4f} ({v.low:.4f} to {v.high:.4f})" for v in sides.values())]
         )

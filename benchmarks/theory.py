@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 import trueup
 from trueup import theory
 from trueup.analytic import GaussianMixture, KernelDensity
-from trueup.commands import bundled
 from trueup.figure import curves
+from trueup.files import bundled
 from trueup.hf import as_denoiser
 from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow
 

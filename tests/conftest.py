@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 import torch
 
@@ -27,3 +29,13 @@ def mixture() -> GaussianMixture:
     means = torch.randn(3, 2, 6, 8, generator=generator, dtype=torch.float64)
     means[:, :, 3:, 4:] = 0
     return GaussianMixture(means, std=0.5)
+
+
+@pytest.fixture
+def some(images, tmp_path):
+    """A copy of a few pictures, to spoil."""
+    folder = tmp_path / "some"
+    folder.mkdir()
+    for path in sorted(images.iterdir())[:12]:
+        shutil.copy(path, folder)
+    return folder

@@ -18,23 +18,14 @@ import torch
 from PIL import Image
 
 import trueup
-from trueup import cli, commands, options
+from trueup import cli, options
 from trueup.artifact import load
+from trueup.files import bundled
 
 from commandline import refused, trueup_command
 from tiny import save, tiny_unet
 
 SIZE = 8
-
-
-@pytest.fixture
-def some(images, tmp_path):
-    """A copy of a few pictures, to spoil."""
-    folder = tmp_path / "some"
-    folder.mkdir()
-    for path in sorted(images.iterdir())[:12]:
-        shutil.copy(path, folder)
-    return folder
 
 
 # --- the main job
@@ -113,7 +104,7 @@ def test_help_opens_with_two_examples_the_parser_takes(command):
         given = parser.parse_args(shlex.split(example)[1:])
         for name in ("model", "data"):
             if hasattr(given, name):
-                assert commands.bundled(getattr(given, name)).exists()
+                assert bundled(getattr(given, name)).exists()
 
 
 # --- resuming

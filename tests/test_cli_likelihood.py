@@ -1,7 +1,6 @@
 """`trueup likelihood`, and the figure and score of `check` and `inspect`, through the command line."""
 
 import json
-import shutil
 import struct
 import zlib
 
@@ -121,15 +120,6 @@ def test_options_that_make_no_sense(model, images, capsys, options, words):
 
 def test_data_without_which_there_is_nothing(model, capsys):
     assert "--data" in in_process(capsys, "likelihood", model)
-
-
-@pytest.fixture
-def some(images, tmp_path):
-    folder = tmp_path / "some"
-    folder.mkdir()
-    for path in sorted(images.iterdir())[:9]:
-        shutil.copy(path, folder)
-    return folder
 
 
 def test_palette_and_sixteen_bit_pictures_are_refused_by_name(model, some, tmp_path):
@@ -298,7 +288,7 @@ def test_nonsense_from_the_network_and_tolerances_out_of_reach(images, tmp_path,
 
 def test_a_misused_model_is_not_measured(tmp_path):
     """BGR, inverted and the like: as for `calibrate`, the cause is named."""
-    from trueup.commands import bundled
+    from trueup.files import bundled
 
     images = 255 - np.load(bundled("bundled:images"))[:40]
     np.save(tmp_path / "x.npy", images)

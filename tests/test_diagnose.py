@@ -8,8 +8,8 @@ import torch
 
 import trueup
 from trueup.data import Batch, Samples
-from trueup.demo import BUNDLED
 from trueup.diagnose import diagnose
+from trueup.files import BUNDLED
 from trueup.hf import as_denoiser
 from trueup.parametrization import Parametrization
 from trueup.process import DiscreteVP

@@ -11,8 +11,8 @@ from scipy.integrate import solve_ivp
 import trueup
 from trueup import process as processes
 from trueup.analytic import GaussianMixture
-from trueup.commands import bundled
 from trueup.errors import TrueupError
+from trueup.files import bundled
 from trueup.hf import as_denoiser
 from trueup.parametrization import Parametrization
 from trueup.sampling import DPMSolver

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trueup import __version__
+from trueup.typed import counts, labels, names, positive, positive_float, value_range
 
 _OVERVIEW = """examples:
   trueup demo                                          see the point, on a model that comes with trueup
@@ -101,10 +102,10 @@ def parser() -> _Parser:
     )
     data = _add_data(calibrate, images=500)
     data.add_argument(
-        "--generated", type=_positive, metavar="N", help="instead of --data: N samples of the model itself"
+        "--generated", type=positive, metavar="N", help="instead of --data: N samples of the model itself"
     )
     data.add_argument(
-        "--generate-nfe", type=_positive, default=50, metavar="N", help="evaluations for each (default: 50)"
+        "--generate-nfe", type=positive, default=50, metavar="N", help="evaluations for each (default: 50)"
     )
     _add_sampler(calibrate, "a calibration made before, instead of --data: to add samplers to it")
     _add_model(calibrate)
@@ -128,7 +129,7 @@ def parser() -> _Parser:
     _add_fit(check)
     check.add_argument(
         "--fail-above",
-        type=_positive_float,
+        type=positive_float,
         metavar="X",
         help="exit with 1 if calibrating would surely gain more than X bits/dim of the likelihood bound",
     )
@@ -136,10 +137,10 @@ def parser() -> _Parser:
     check.set_defaults(command="check", parser=check)
 
     sample = commands.add_parser("sample", help="draw samples, calibrated or not", opening=_SAMPLE)
-    sample.add_argument("-n", "--samples", type=_positive, default=64, metavar="N", help="default: 64")
+    sample.add_argument("-n", "--samples", type=positive, default=64, metavar="N", help="default: 64")
     sample.add_argument("--calibration", type=Path, metavar="FILE", help="what `calibrate` wrote")
     sample.add_argument("--solver", default="dpm-solver-3", metavar="NAME", help=_SOLVERS)
-    sample.add_argument("--nfe", type=_positive, default=20, metavar="N", help=_NFE)
+    sample.add_argument("--nfe", type=positive, default=20, metavar="N", help=_NFE)
     _add_sampling(sample)
     _add_model(sample)
     sample.add_argument(
@@ -154,9 +155,9 @@ def parser() -> _Parser:
     evaluate.add_argument(
         "--calibration", type=Path, required=True, metavar="FILE", help="what `calibrate` wrote"
     )
-    evaluate.add_argument("--solver", type=_names, default=["dpm-solver-3"], metavar="A,B,..", help=_SOLVERS)
-    evaluate.add_argument("--nfe", type=_counts, default=[20], metavar="N,M,..", help=_NFE)
-    evaluate.add_argument("-n", "--samples", type=_positive, default=1000, metavar="N", help="default: 1000")
+    evaluate.add_argument("--solver", type=names, default=["dpm-solver-3"], metavar="A,B,..", help=_SOLVERS)
+    evaluate.add_argument("--nfe", type=counts, default=[20], metavar="N,M,..", help=_NFE)
+    evaluate.add_argument("-n", "--samples", type=positive, default=1000, metavar="N", help="default: 1000")
     _add_data(evaluate, images=10000)
     measures = evaluate.add_argument_group("measures")
     measures.add_argument(
@@ -190,21 +191,21 @@ def parser() -> _Parser:
         which.add_argument(f"--{name}", action="store_const", dest="method", const=name, help=text)
     bound = likelihood.add_argument_group("bound")
     bound.add_argument(
-        "--steps", type=_positive, metavar="T", help="of a chain of T steps (default: continuous)"
+        "--steps", type=positive, metavar="T", help="of a chain of T steps (default: continuous)"
     )
     bound.add_argument("--variance", choices=("small", "large", "learned_range"), help="of its reverse steps")
-    bound.add_argument("--draws", type=_positive, metavar="N", help="noise levels per image (default: 8)")
+    bound.add_argument("--draws", type=positive, metavar="N", help="noise levels per image (default: 8)")
     bound.add_argument(
         "--uniform", action="store_true", help="draw levels evenly in time, not where the loss is"
     )
     ode = likelihood.add_argument_group("ode")
-    ode.add_argument("--tolerance", type=_positive_float, metavar="X", help="of its steps (default: 1e-4)")
+    ode.add_argument("--tolerance", type=positive_float, metavar="X", help="of its steps (default: 1e-4)")
     ode.add_argument(
         "--trace",
         choices=("rademacher", "gaussian", "exact"),
         help="of the Jacobian; exact: a pass per pixel",
     )
-    ode.add_argument("--probes", type=_positive, metavar="N", help="of Hutchinson's estimator (default: 1)")
+    ode.add_argument("--probes", type=positive, metavar="N", help="of Hutchinson's estimator (default: 1)")
     ode.add_argument(
         "--start",
         choices=("noise", "data"),
@@ -253,7 +254,7 @@ def _add_data(parser: _Parser, images: int | None) -> Any:
     )
     data.add_argument(
         "--images",
-        type=_positive,
+        type=positive,
         default=images,
         metavar="N",
         help=f"use the first N (default: {images or '200, or 32 with --ode'})",
@@ -263,7 +264,9 @@ def _add_data(parser: _Parser, images: int | None) -> Any:
     )
     data.add_argument("--crop", choices=("center",), help="cut out the middle, after resizing")
     data.add_argument("--flip", action="store_true", help="mirror every second image, for models trained so")
-    data.add_argument("--data-range", type=_range, metavar="LOW,HIGH", help="range of floating point arrays")
+    data.add_argument(
+        "--data-range", type=value_range, metavar="LOW,HIGH", help="range of floating point arrays"
+    )
     data.add_argument(
         "--skip-bad", action="store_true", help="leave out images that cannot be used, and count them"
     )
@@ -284,11 +287,11 @@ def _add_model(parser: _Parser) -> None:
         help="what it predicts (default: what the scheduler says)",
     )
     model.add_argument(
-        "--model-range", type=_range, metavar="LOW,HIGH", help="what it was trained on (default: -1,1)"
+        "--model-range", type=value_range, metavar="LOW,HIGH", help="what it was trained on (default: -1,1)"
     )
     model.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     model.add_argument(
-        "--batch-size", type=_positive, metavar="N", help="found, and halved when memory runs out"
+        "--batch-size", type=positive, metavar="N", help="found, and halved when memory runs out"
     )
     parser.add_argument("--seed", type=int, default=0)
     output = parser.add_argument_group("output")
@@ -309,10 +312,10 @@ def _add_fit(parser: _Parser) -> None:
 
 def _add_sampler(parser: _Parser, calibration: str) -> None:
     sampler = parser.add_argument_group("sampler")
-    sampler.add_argument("--sampler", type=_names, metavar="A,B,..", help=_SOLVERS.replace(" (default)", ""))
-    sampler.add_argument("--nfe", type=_counts, metavar="N,M,..", help="evaluations per sample (default: 20)")
+    sampler.add_argument("--sampler", type=names, metavar="A,B,..", help=_SOLVERS.replace(" (default)", ""))
+    sampler.add_argument("--nfe", type=counts, metavar="N,M,..", help="evaluations per sample (default: 20)")
     sampler.add_argument(
-        "--trajectories", type=_positive, metavar="N", help="samples to measure the sampler on (default: 128)"
+        "--trajectories", type=positive, metavar="N", help="samples to measure the sampler on (default: 128)"
     )
     sampler.add_argument("--calibration", type=Path, metavar="FILE", help=calibration)
     _add_conditions(sampler)
@@ -323,7 +326,7 @@ def _add_conditions(group: Any) -> None:
         "--grid", choices=("logsnr", "uniform", "quadratic"), help="where DPM-Solver puts its levels"
     )
     group.add_argument(
-        "--labels", type=_labels, metavar="A,B,..", help="sample these labels in turn; 0-9 is a range"
+        "--labels", type=labels, metavar="A,B,..", help="sample these labels in turn; 0-9 is a range"
     )
     group.add_argument("--guidance", type=float, default=1.0, metavar="W", help="classifier-free guidance")
     group.add_argument("--null-label", type=int, metavar="N", help="the label that stands for none")
@@ -337,59 +340,8 @@ def _add_sampling(parser: _Parser) -> None:
         action=argparse.BooleanOptionalAction,
         help="insist on the calibration's trajectory, or leave it out (default: where it has one)",
     )
-    sampling.add_argument("--atol", type=_positive_float, metavar="X", help="of an adaptive DPM-Solver")
-    sampling.add_argument("--rtol", type=_positive_float, metavar="X", help="of an adaptive DPM-Solver")
+    sampling.add_argument("--atol", type=positive_float, metavar="X", help="of an adaptive DPM-Solver")
+    sampling.add_argument("--rtol", type=positive_float, metavar="X", help="of an adaptive DPM-Solver")
     sampling.add_argument(
         "--vae", type=Path, metavar="DIR", help="decodes latents (default: the one beside MODEL)"
     )
-
-
-def _labels(text: str) -> list[int]:
-    """Labels: 3, or 0,1,2, or 0-9."""
-    labels: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not (first.isascii() and first.isdigit() and (not dash or (last.isascii() and last.isdigit()))):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list of labels, for instance 0,1,2 or 0-9")
-        labels += range(int(first), int(last or first) + 1)
-    if not labels:
-        raise argparse.ArgumentTypeError(f"{text!r} is an empty list of labels")
-    return labels
-
-
-def _names(text: str) -> list[str]:
-    names = [part.strip() for part in text.split(",") if part.strip()]
-    if not names:
-        raise argparse.ArgumentTypeError(f"{text!r} names no solver")
-    return names
-
-
-def _counts(text: str) -> list[int]:
-    return [_positive(part.strip()) for part in text.split(",")]
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isascii() and text.isdigit() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return value
-
-
-def _positive_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return value
-
-
-def _range(text: str) -> tuple[float, float]:
-    try:
-        low, high = (float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not LOW,HIGH, for instance 0,1") from None
-    if not -float("inf") < low < high < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: LOW must be below HIGH")
-    return low, high

@@ -3,6 +3,5 @@
 from trueup.commands.calibrating import calibrate, check, demo, inspect
 from trueup.commands.measuring import likelihood
 from trueup.commands.sampling import evaluate, sample
-from trueup.commands.shared import bundled
 
-__all__ = ["bundled", "calibrate", "check", "demo", "evaluate", "inspect", "likelihood", "sample"]
+__all__ = ["calibrate", "check", "demo", "evaluate", "inspect", "likelihood", "sample"]

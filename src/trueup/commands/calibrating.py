@@ -13,7 +13,7 @@ from typing import Any
 from trueup.artifact import load
 from trueup.attachment import attach
 from trueup.calibration import Calibration
-from trueup.commands.shared import bundled, check_output, find_device, open_model, progress, say
+from trueup.commands.shared import check_output, find_device, open_model, progress, say
 from trueup.data import Samples, Transform
 from trueup.demo import run as run_demo
 from trueup.demo import run_directory
@@ -22,6 +22,7 @@ from trueup.diagnose import FEWEST, IMAGES, diagnose
 from trueup.errors import DataError, TrueupError
 from trueup.estimate import Moments, fit, measure
 from trueup.figure import check_figure, draw
+from trueup.files import bundled
 from trueup.report import as_json, plain_output, show
 from trueup.sampling import as_solver, generate
 from trueup.sampling.draw import Solver

@@ -10,7 +10,7 @@ from typing import Any
 from trueup.artifact import load
 from trueup.attachment import attach
 from trueup.commands.calibrating import look_for_mistakes
-from trueup.commands.shared import bundled, check_output, open_model, progress, say
+from trueup.commands.shared import check_output, open_model, progress, say
 from trueup.denoiser import Denoiser
 from trueup.density import Likelihood, Objectives
 from trueup.density import likelihood as measure_likelihood
@@ -19,7 +19,7 @@ from trueup.density.bound import Bound
 from trueup.density.flow import Divergence
 from trueup.density.run import TOLERANCE, check_tolerance
 from trueup.errors import DataError, TrueupError
-from trueup.files import write
+from trueup.files import bundled, write
 from trueup.report import plain_output
 
 _BELONGS = {

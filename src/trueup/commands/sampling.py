@@ -10,13 +10,13 @@ from pathlib import Path
 
 from trueup.artifact import load
 from trueup.attachment import attach
-from trueup.commands.shared import bundled, check_output, open_model, progress, say
+from trueup.commands.shared import check_output, open_model, progress, say
 from trueup.data import Samples, Transform
 from trueup.denoiser import Denoiser
 from trueup.errors import DataError, TrueupError
 from trueup.evaluation import build_reference, image_maker
 from trueup.evaluation import evaluate as compare
-from trueup.files import write
+from trueup.files import bundled, write
 from trueup.hf import Decoder, as_decoder, find_decoder
 from trueup.metrics import Reference, load_features
 from trueup.sampling import DPMSolver, as_solver, sample_batches

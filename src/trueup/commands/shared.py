@@ -12,8 +12,7 @@ import torch
 
 from trueup.denoiser import Denoiser
 from trueup.errors import ModelError, TrueupError
-from trueup.files import BUNDLED as BUNDLED
-from trueup.files import bundled as bundled
+from trueup.files import bundled
 from trueup.hf import as_denoiser
 
 

@@ -11,19 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trueup.artifact import load
-from trueup.attachment import attach
 from trueup.calibration import Calibration
 from trueup.data import Batch, Samples, Transform, digests
-from trueup.denoiser import Denoiser, carries_correction
+from trueup.denoiser import Denoiser
 from trueup.density.bound import VARIANCES, Bound
 from trueup.density.exact import STARTS, Exact
 from trueup.density.flow import Divergence
+from trueup.density.opening import first_image, open_both
 from trueup.density.result import Likelihood
 from trueup.errors import DataError, ModelError, TrueupError
 from trueup.estimate.evaluate import default_batch_size
-from trueup.held_out import first_unused
-from trueup.hf import as_denoiser
 from trueup.noise import mix
 from trueup.sampling.store import Kept
 
@@ -75,11 +72,7 @@ def likelihood(
     begins with them, are passed over. run: a directory that keeps what was done, to go on after an
     interruption. The rest is as in `calibrate`.
     """
-    with torch.inference_mode(False):  # its weights take part in derivatives
-        denoiser = as_denoiser(model, scheduler=scheduler, device=device)
-    refuse_mps(denoiser)
-    if carries_correction(denoiser.network) or carries_correction(denoiser._call):
-        raise ModelError("a calibration is attached to this model: remove it first, and pass it here")
+    denoiser, calibration = open_both(model, calibration, scheduler, device)
     if method not in METHODS:
         raise TrueupError(f"method is one of {', '.join(METHODS)}, not {method!r}")
     if start not in STARTS:
@@ -88,9 +81,6 @@ def likelihood(
     for name, value in (("images", images), ("draws", draws), ("batch_size", batch_size)):
         if value is not None and not (isinstance(value, int) and value >= 1):
             raise TrueupError(f"{name} is a whole number of at least 1, not {value!r}")
-    if calibration is not None:
-        calibration = calibration if isinstance(calibration, Calibration) else load(calibration)
-        attach(denoiser, calibration).remove()  # or say now that it does not fit
     transform = Transform(resize, crop, flip, data_range)
     samples = Samples(data, denoiser.shape, denoiser.data_range, transform, skip_bad, exact=True)
     notes: list[str] = []
@@ -147,12 +137,6 @@ def check_tolerance(tolerance: float) -> None:
         raise TrueupError(f"tolerance is a number between 0 and 1, not {tolerance!r}")
 
 
-def refuse_mps(denoiser: Denoiser) -> None:
-    """Raise on a device that cannot add up in float64."""
-    if denoiser.device.type == "mps":
-        raise ModelError("likelihoods need double precision, which mps lacks: pass --device cpu")
-
-
 def _promise(calibration: Calibration | None) -> tuple[float, float] | None:
     """What a calibration of all levels says the bound gains in nats, and its 95% reach."""
     if calibration is None:
@@ -164,24 +148,6 @@ def _promise(calibration: Calibration | None) -> tuple[float, float] | None:
     if not torch.allclose(levels, ends, atol=0.05) or math.isnan(nats) or math.isnan(error):
         return None
     return nats, e.quantile * error
-
-
-def first_image(calibration: Calibration | None, samples: Samples, notes: list[str]) -> int:
-    """The first image to look at: not one that the calibration was made from."""
-    if calibration is None or calibration.generated:
-        return 0
-    if not samples.indexed:
-        notes.append("the data is a stream: it may hold images that the calibration was made from")
-        return 0
-    first = first_unused(calibration, samples)
-    samples.skipped.clear()  # they are met again
-    if first is None:
-        return 0
-    if first >= len(samples):
-        notes.append("the calibration was made from these very images: use others for an honest difference")
-        return 0
-    notes.append(f"the first {first} images made the calibration and are passed over")
-    return first
 
 
 def _variance(denoiser: Denoiser, steps: int | None) -> str:

@@ -12,19 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trueup.artifact import load
-from trueup.attachment import attach
 from trueup.calibration import Calibration
 from trueup.correction import interpolation_weights
 from trueup.data import Samples, Transform
-from trueup.denoiser import Denoiser, carries_correction
-from trueup.density.run import first_image, refuse_mps
+from trueup.denoiser import Denoiser
+from trueup.density.opening import first_image, open_both
 from trueup.density.sides import Sides
 from trueup.errors import DataError, ModelError, TrueupError
 from trueup.estimate.collect import check_levels
 from trueup.estimate.evaluate import default_batch_size
 from trueup.estimate.statistics import trapezoid_weights
-from trueup.hf import as_denoiser
 from trueup.noise import level_keys, normal
 from trueup.number import Number
 from trueup.process import NoiseProcess
@@ -200,13 +197,7 @@ def objectives(
     """
     from tqdm import tqdm
 
-    denoiser = as_denoiser(model, scheduler=scheduler, device=device)
-    refuse_mps(denoiser)
-    if carries_correction(denoiser.network) or carries_correction(denoiser._call):
-        raise ModelError("a calibration is attached to this model: remove it first, and pass it here")
-    if calibration is not None:
-        calibration = calibration if isinstance(calibration, Calibration) else load(calibration)
-        attach(denoiser, calibration).remove()  # or say now that it does not fit
+    denoiser, calibration = open_both(model, calibration, scheduler, device)
     process = denoiser.process
     t = check_levels(process, levels)
     if truth is not None and not process.agrees_with(truth.process):

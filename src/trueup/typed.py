@@ -1,0 +1,61 @@
+"""The values of options: text in, a value or one clear line out."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def labels(text: str) -> list[int]:
+    """Labels: 3, or 0,1,2, or 0-9."""
+    labels: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not (first.isascii() and first.isdigit() and (not dash or (last.isascii() and last.isdigit()))):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of labels, for instance 0,1,2 or 0-9")
+        labels += range(int(first), int(last or first) + 1)
+    if not labels:
+        raise argparse.ArgumentTypeError(f"{text!r} is an empty list of labels")
+    return labels
+
+
+def names(text: str) -> list[str]:
+    """Solvers: a,b,.."""
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names no solver")
+    return names
+
+
+def counts(text: str) -> list[int]:
+    """Whole numbers: 5,10,.."""
+    return [positive(part.strip()) for part in text.split(",")]
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """A number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def value_range(text: str) -> tuple[float, float]:
+    """LOW,HIGH."""
+    try:
+        low, high = (float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LOW,HIGH, for instance 0,1") from None
+    if not -float("inf") < low < high < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: LOW must be below HIGH")
+    return low, high
