@@ -1,0 +1,230 @@
+"""Numbers with their uncertainty, and the small exact statistics they are made from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_EXACT = 200  # degrees of freedom up to which Student's quantile is solved for; above, expanded
+_GROUPS = 20  # of images, for intervals of measures whose influence is only known group by group
+_FEWEST = 8  # images below which such a measure gets no interval at all
+
+
+@dataclass(frozen=True, eq=False)
+class Number:
+    """A value with its standard error and 95% interval. What is not known is nan.
+
+    The four are floats, or tensors of one shape: a number for every noise level, say. `influence`, where it
+    is known, is what each image did to the value (n,), mean zero: two numbers over the same seeds then have a
+    paired `difference`.
+
+    >>> print(Number.of(0.5, 0.1, folds=16))
+    0.5 ± 0.21
+    """
+
+    value: Any
+    error: Any = math.nan
+    low: Any = math.nan
+    high: Any = math.nan
+    influence: Tensor | None = None
+
+    @classmethod
+    def of(cls, value: Any, error: Any, folds: float) -> Number:
+        """With Student's interval, from an error that `folds` folds (or images) showed."""
+        reach = student_quantile(0.975, max(int(folds) - 1, 1)) * error
+        return cls(value, error, value - reach, value + reach)
+
+    @classmethod
+    def mean(cls, values: Tensor) -> Number:
+        """The mean of one number per image.
+
+        >>> Number.mean(torch.tensor([1.0, 2.0, 3.0])).low
+        -0.48...
+        """
+        mean = float(values.mean())
+        if len(values) < 2:
+            return cls(mean)
+        return cls.of(mean, float(values.std()) / math.sqrt(len(values)), len(values))
+
+    @classmethod
+    def influenced(cls, value: float, influence: Tensor | None) -> Number:
+        """A measure whose error, to first order, is that of the mean of `influence`, from means of groups.
+
+        The interval is about which images happened to be drawn, at this number of images.
+        """
+        if influence is None or len(influence) < _FEWEST:
+            return cls(value, influence=influence)
+        index = group_index(len(influence))
+        groups = int(index[-1]) + 1
+        sums = torch.zeros(groups, dtype=torch.float64).index_add(0, index, influence.double().cpu())
+        error = float((sums / index.bincount()).std()) / math.sqrt(groups)
+        found = cls.of(value, error, groups)
+        return cls(value, error, found.low, found.high, influence)
+
+    def difference(self, before: Number) -> Number:
+        """This less another over the same seeds: what the two share cancels image by image."""
+        change = self.value - before.value
+        if self.influence is None or before.influence is None:
+            return Number(change)
+        if len(self.influence) != len(before.influence):
+            raise ValueError(
+                f"{len(before.influence)} images before and {len(self.influence)} after: a paired difference "
+                "needs the same seeds in both"
+            )
+        found = Number.influenced(change, self.influence - before.influence)
+        # No group moved alone: too few images to know how far it scatters.
+        return Number(change) if found.error == 0 and change != 0 else found
+
+    def __getitem__(self, index: Any) -> Number:
+        """One of many numbers."""
+        return Number(*(float(part[index]) for part in (self.value, self.error, self.low, self.high)))
+
+    def scaled(self, factor: float) -> Number:
+        """In other units."""
+        ends = factor * self.low, factor * self.high
+        return Number(
+            factor * self.value, abs(factor) * self.error, *(ends if factor >= 0 else ends[::-1]), self.influence
+        )
+
+    @property
+    def reach(self) -> Any:
+        """Half the interval's width."""
+        return 0.5 * (self.high - self.low)
+
+    @property
+    def sign(self) -> int:
+        """1 if it is surely above zero, -1 if surely below, 0 if neither is sure."""
+        return int(self.low > 0) - int(self.high < 0)
+
+    def as_json(self) -> dict[str, float | None]:
+        """Plain values; what is not known is null."""
+        values = {"value": self.value, "low": self.low, "high": self.high}
+        return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+    def __str__(self) -> str:
+        if math.isnan(self.value):
+            return "unknown"
+        return f"{self.value:.4g}" if math.isnan(self.low) else f"{self.value:.4g} ± {self.reach:.2g}"
+
+
+def group_index(count: int) -> Tensor:
+    """Which of the contiguous groups each image is in: 20 of them, fewer for few images.
+
+    >>> group_index(9).tolist()
+    [0, 0, 0, 1, 1, 2, 2, 3, 3]
+    """
+    groups = max(1, min(_GROUPS, count // 2))
+    sizes = [len(part) for part in torch.arange(count).tensor_split(groups)]
+    return torch.arange(groups).repeat_interleave(torch.tensor(sizes))
+
+
+def student_cdf(t: float, dof: int) -> float:
+    """P(T <= t) for whole degrees of freedom, by the finite series.
+
+    >>> round(student_cdf(2.0, 5), 6)
+    0.94903
+    """
+    theta = math.atan2(t, math.sqrt(dof))
+    cos2 = math.cos(theta) ** 2
+    if dof % 2:
+        total, term = 0.0, math.cos(theta)
+        for k in range(1, (dof - 1) // 2 + 1):
+            total += term
+            term *= cos2 * (2 * k) / (2 * k + 1)
+        inside = (2 / math.pi) * (theta + math.sin(theta) * total)
+    else:
+        total, term = 0.0, 1.0
+        for k in range(1, dof // 2 + 1):
+            total += term
+            term *= cos2 * (2 * k - 1) / (2 * k)
+        inside = math.sin(theta) * total
+    return 0.5 + 0.5 * inside
+
+
+@lru_cache(maxsize=4096)
+def student_quantile(probability: float, dof: int) -> float:
+    """The t below which `probability` lies; for many degrees of freedom by its expansion in 1/dof.
+
+    >>> round(student_quantile(0.975, 15), 4), round(student_quantile(0.975, 50_000), 4)
+    (2.1314, 1.96)
+    """
+    if dof > _EXACT:  # Abramowitz and Stegun 26.7.5, to 1e-9 of a t below 6
+        z = NormalDist().inv_cdf(probability)
+        terms = (
+            (z**3 + z) / 4,
+            (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+            (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+            (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+        )
+        return z + sum(term / dof ** (k + 1) for k, term in enumerate(terms))
+    low, high = -1.0, 1.0
+    while student_cdf(high, dof) < probability:
+        high *= 2
+    while student_cdf(low, dof) > probability:
+        low *= 2
+    for _ in range(80):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if student_cdf(middle, dof) < probability else (low, middle)
+    return 0.5 * (low + high)
+
+
+def threshold(sigmas: float, folds: int) -> float:
+    """What a t statistic from `folds` folds must exceed to be as surprising as a normal `sigmas`."""
+    return student_quantile(0.5 * (1 + math.erf(sigmas / math.sqrt(2))), max(folds - 1, 1))
+
+
+def mean_and_error(sums: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean per row and its standard error, from sums (F, ...) over folds of rows (F,) or (F, ...)."""
+    folds = len(rows)
+    weight = rows.reshape(*rows.shape, *[1] * (sums.dim() - rows.dim()))
+    total = weight.sum(0)
+    mean = sums.sum(0) / total
+    if folds < 2:
+        return mean, torch.full_like(mean, math.nan)
+    squares = (sums - weight * mean).square().sum(0)
+    return mean, (squares * folds / (folds - 1)).sqrt() / total
+
+
+def squared_norm(gram: Tensor, rows: Tensor) -> Number:
+    """Unbiased |eta|^2 from the inner products of fold sums, with an interval; equations 24 and 25.
+
+    gram (..., F, F) holds s_f . s_g for fold sums s_f of rows (..., F) samples. Only products of different
+    folds are used, so the noise in eta does not add to its size; the estimate may come out below zero.
+    """
+    folds = rows.shape[-1]
+    off = ~torch.eye(folds, dtype=torch.bool)
+    if folds < 4:
+        nothing = gram.new_full(gram.shape[:-2], math.nan)
+        return Number(nothing, nothing, nothing, nothing)
+    pairs = rows[..., :, None] * rows[..., None, :]
+    value = (gram * off).sum((-2, -1)) / (pairs * off).sum((-2, -1))
+    h = gram / pairs * off
+    row = h.sum(-1)
+    z = student_quantile(0.975, folds - 1)
+    centred = h - (row[..., :, None] + row[..., None, :]) / (folds - 2)
+    centred = (centred + row.sum(-1)[..., None, None] / ((folds - 1) * (folds - 2))) * off
+    noise = centred.square().sum((-2, -1)) / (folds * (folds - 3))  # tr(Sigma^2) of a fold mean
+    spread = (row / (folds - 1)).var(-1) * ((folds - 1) / (folds - 2)) ** 2
+    signal = (spread - noise / (folds - 2)).clamp_min(0.0)  # eta' Sigma eta of a fold mean
+    floor = 2 * noise / (folds * (folds - 1))
+    # The variance grows with |eta|^2 itself, so the interval solves for the sizes that would not be surprised
+    # by the value seen, as Wilson's does for a proportion.
+    slope = signal / folds / torch.maximum(value, floor.sqrt()).clamp_min(1e-300)
+    middle = value + 2 * z**2 * slope
+    reach = (middle.square() - value.square() + z**2 * floor).clamp_min(0.0).sqrt()
+    return Number(value, (4 * signal / folds + floor).sqrt(), middle - reach, middle + reach)
+
+
+def trapezoid_weights(x: Tensor) -> Tensor:
+    """Weights w with sum w y = the trapezoid integral of y over |x|; a single point weighs nothing."""
+    gaps = x.diff().abs()
+    weights = torch.zeros_like(x)
+    weights[1:] += 0.5 * gaps
+    weights[:-1] += 0.5 * gaps
+    return weights
