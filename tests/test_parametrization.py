@@ -205,7 +205,7 @@ def test_settings_name_everything():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("epsilon",), "unknown parametrization 'epsilon'; choose from noise, data"),
+        (("epsilon",), "unknown prediction 'epsilon'; choose from noise, data"),
         (("edm",), "they need it"),
         (("noise", 0.5), "sigma_data belongs to the edm"),
         (("edm", 0.0), "must be positive"),

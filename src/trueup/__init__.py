@@ -18,22 +18,14 @@ __version__ = "0.1.0"
 
 _HOME = {
     "calibrate": "trueup.estimate",
-    "measure": "trueup.estimate",
-    "fit": "trueup.estimate",
-    "Moments": "trueup.estimate",
-    "Calibration": "trueup.calibration",
-    "load": "trueup.artifact",
-    "attach": "trueup.attachment",
-    "detach": "trueup.attachment",
+    "calibrate_sampler": "trueup.trajectory",
+    "load": "trueup.calibration",
+    "attach": "trueup.calibration",
+    "sample": "trueup.sampling",
     "evaluate": "trueup.evaluation",
     "likelihood": "trueup.density",
-    "objectives": "trueup.density",
-    "sample": "trueup.sampling",
-    "generate": "trueup.sampling",
-    "DPMSolver": "trueup.sampling",
-    "calibrate_sampler": "trueup.trajectory.calibrating",
-    "check_sampler": "trueup.trajectory.calibrating",
     "Denoiser": "trueup.denoiser",
+    "Images": "trueup.images",
     "Parametrization": "trueup.parametrization",
     "process": "trueup.process",
     "TrueupError": "trueup.errors",
@@ -43,25 +35,17 @@ __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from trueup import process as process
-    from trueup.artifact import load as load
-    from trueup.attachment import attach as attach
-    from trueup.attachment import detach as detach
-    from trueup.calibration import Calibration as Calibration
+    from trueup.calibration import attach as attach
+    from trueup.calibration import load as load
     from trueup.denoiser import Denoiser as Denoiser
     from trueup.density import likelihood as likelihood
-    from trueup.density import objectives as objectives
     from trueup.errors import TrueupError as TrueupError
-    from trueup.estimate import Moments as Moments
     from trueup.estimate import calibrate as calibrate
-    from trueup.estimate import fit as fit
-    from trueup.estimate import measure as measure
     from trueup.evaluation import evaluate as evaluate
+    from trueup.images import Images as Images
     from trueup.parametrization import Parametrization as Parametrization
-    from trueup.sampling import DPMSolver as DPMSolver
-    from trueup.sampling import generate as generate
     from trueup.sampling import sample as sample
-    from trueup.trajectory.calibrating import calibrate_sampler as calibrate_sampler
-    from trueup.trajectory.calibrating import check_sampler as check_sampler
+    from trueup.trajectory import calibrate_sampler as calibrate_sampler
 
 
 def __getattr__(name: str) -> Any:

@@ -88,7 +88,9 @@ def load_tensors(path: str | PathLike[str], kind: str) -> tuple[dict[str, Any], 
                 raise ArtifactError(f"{path} has unreadable metadata")
             if meta["format"] != FORMAT:
                 other = "upgrade trueup" if meta["format"] > FORMAT else "make it again"
-                raise ArtifactError(f"{path} has format {meta['format']}, this trueup reads {FORMAT}: {other}")
+                raise ArtifactError(
+                    f"{path} has format {meta['format']}, this trueup reads {FORMAT}: {other}"
+                )
             if meta.get("kind") != kind:
                 raise ArtifactError(f"{path} holds {printable(str(meta.get('kind')))[:40]}, not {kind}")
             # Copies: what safe_open returns stays tied to the file, and changes or crashes with it.

@@ -76,3 +76,12 @@ def normals(
     angle = (bits & 0xFFFFFFFF).to(torch.float32).mul_(2 * math.pi * 2.0**-32)  # Box-Muller
     both = torch.cat([radius * angle.cos(), radius * angle.sin()], dim=2)[..., :count]
     return both.reshape(len(levels), len(samples), *shape).to(device)
+
+
+def hashed(values: Tensor, key: int = 0) -> Tensor:
+    """A 64-bit hash of every whole number of a tensor, as int64; another one for every key.
+
+    >>> bool((hashed(torch.arange(1000)) == hashed(torch.arange(1000), key=1)).any())
+    False
+    """
+    return _mix(_mix(values.to(torch.int64) * _signed(_GOLDEN) + _signed(mix(key + _GOLDEN))))

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from trueup.errors import ModelError
 
-NAMES = ("noise", "data", "velocity", "score", "flow", "edm", "edm_velocity")
+NAMES = ("noise", "data", "velocity", "score", "flow", "reversed_flow", "edm", "edm_velocity")
 
 
 @dataclass(frozen=True)
 class Parametrization:
     """One of `NAMES`; `edm` is the raw network inside EDM's preconditioner, `edm_velocity` its negative.
+
+    `flow` is eps - x0, `reversed_flow` is x0 - eps, as in code whose time runs from noise to data.
 
     >>> alpha, sigma = torch.tensor(0.8), torch.tensor(0.6)
     >>> x0, eps = torch.tensor(1.0), torch.tensor(-0.5)
@@ -38,9 +40,12 @@ class Parametrization:
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
-            raise ModelError(f"unknown parametrization {self.name!r}; choose from {', '.join(NAMES)}")
+            raise ModelError(f"unknown prediction {self.name!r}; choose from {', '.join(NAMES)}")
         if self.name.startswith("edm") != (self.sigma_data is not None):
-            raise ModelError("sigma_data belongs to the edm parametrizations, and they need it")
+            raise ModelError(
+                "sigma_data belongs to the edm parametrizations, and they need it: "
+                'Parametrization("edm", sigma_data=0.5), say'
+            )
         if self.sigma_data is not None and not 0 < self.sigma_data < math.inf:
             raise ModelError(f"sigma_data must be positive, got {self.sigma_data}")
 
@@ -55,8 +60,9 @@ class Parametrization:
             return -sigma, alpha
         if self.name == "score":
             return zero, -1.0 / sigma
-        if self.name == "flow":
-            return -one, one
+        if self.name in ("flow", "reversed_flow"):
+            sign = 1.0 if self.name == "flow" else -1.0
+            return -sign * one, sign * one
         assert self.sigma_data is not None
         sign = 1.0 if self.name == "edm" else -1.0  # equation 11
         return sign * sigma / self.sigma_data, -sign * self.sigma_data * alpha

@@ -89,7 +89,10 @@ class Number:
         """In other units."""
         ends = factor * self.low, factor * self.high
         return Number(
-            factor * self.value, abs(factor) * self.error, *(ends if factor >= 0 else ends[::-1]), self.influence
+            factor * self.value,
+            abs(factor) * self.error,
+            *(ends if factor >= 0 else ends[::-1]),
+            self.influence,
         )
 
     @property

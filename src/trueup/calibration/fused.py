@@ -29,14 +29,18 @@ def _dct(image, left, right):  # type: ignore[no-untyped-def]
 def _correct(  # type: ignore[no-untyped-def]
     output_at,
     x_at,
-    rows_at,
+    constant_at,
+    gains_at,
+    bands_at,
     left_at,
     right_at,
     corrected_at,
     channels,
     output_stride,
     x_stride,
-    rows_stride,
+    constant_stride,
+    gains_stride,
+    bands,
     height,
     width,
     box_height,
@@ -56,12 +60,14 @@ def _correct(  # type: ignore[no-untyped-def]
     left = tl.load(left_at + i * height + down, mask=(i < box_height) & (down < height), other=0.0)
     right = tl.load(right_at + across * width + j, mask=(across < box_width) & (j < width), other=0.0)
 
-    size = box_height * box_width
-    coefficient = rows_at + image * rows_stride + channel * 4 * size + i * box_width + j
+    place = i * box_width + j
     used = (i < box_height) & (j < box_width)
-    constant = tl.load(coefficient, mask=used, other=0.0)  # its second half, the input's, is zero
-    on_output = tl.load(coefficient + 2 * size, mask=used, other=0.0)
-    on_input = tl.load(coefficient + 3 * size, mask=used, other=0.0)
+    size = box_height * box_width
+    constant = tl.load(constant_at + image * constant_stride + channel * size + place, mask=used, other=0.0)
+    band = tl.load(bands_at + place, mask=used, other=0)
+    gain = gains_at + image * gains_stride + channel * 2 * bands + band
+    on_output = tl.load(gain, mask=used, other=0.0)
+    on_input = tl.load(gain + bands, mask=used, other=0.0)
 
     delta = constant + on_output * _dct(wide, left, right) + on_input * _dct(x, left, right)
     back = _dct(delta, tl.trans(left), tl.trans(right))
@@ -94,10 +100,13 @@ def _images_are_contiguous(x: Tensor) -> bool:
     return x.stride()[1:] == (height * width, width, 1)
 
 
-def correct(output: Tensor, x_t: Tensor, rows: Tensor, matrices: list[Tensor]) -> Tensor | None:
+def correct(
+    output: Tensor, x_t: Tensor, constant: Tensor, gains: Tensor, bands: Tensor, matrices: list[Tensor]
+) -> Tensor | None:
     """The corrected output, or None where this GPU cannot hold an image of that size.
 
-    rows: (B or 1, C, constant and gain, output and input, *box), flat.
+    constant (B or 1, C * box), gains (B or 1, C * 2 * bands) on output and input, bands (box): each
+    coefficient's band.
     """
     batch, channels, height, width = output.shape
     left, right = matrices  # (box, pixels) each
@@ -106,19 +115,23 @@ def correct(output: Tensor, x_t: Tensor, rows: Tensor, matrices: list[Tensor]) -
         output.is_cuda and output.device.index != torch.cuda.current_device()
     ):  # Triton launches on the current one
         with torch.cuda.device(output.device):
-            return correct(output, x_t, rows, matrices)
+            return correct(output, x_t, constant, gains, bands, matrices)
     kernel: Any = _correct[(batch, channels)]
     arguments = (
         output,
         x_t,
-        rows,
+        constant,
+        gains,
+        bands,
         left,
         right,
         corrected,
         channels,
         output.stride(0),
         x_t.stride(0),
-        0 if len(rows) == 1 else rows.stride(0),
+        0 if len(constant) == 1 else constant.stride(0),
+        0 if len(gains) == 1 else gains.stride(0),
+        gains.shape[1] // (2 * channels),
         height,
         width,
         left.shape[0],
@@ -136,8 +149,9 @@ def correct(output: Tensor, x_t: Tensor, rows: Tensor, matrices: list[Tensor]) -
 def works(device: torch.device) -> bool:
     """Whether a kernel can be built and run here: that takes a C compiler and a GPU Triton knows."""
     try:
-        image, rows = torch.zeros(1, 1, 2, 2, device=device), torch.zeros(1, 16, device=device)
-        correct(image, image, rows, [torch.eye(2, device=device)] * 2)
+        image, zero = torch.zeros(1, 1, 2, 2, device=device), torch.zeros(1, 4, device=device)
+        bands = torch.zeros(4, dtype=torch.int32, device=device)
+        correct(image, image, zero, zero, bands, [torch.eye(2, device=device)] * 2)
     except Exception:  # whatever it is, the operations do the same
         return False
     return True

@@ -2,65 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from trueup.correction import Correction
+from trueup.calibration.artifact import KIND, identity_of, pack_calibration, unpack_calibration
+from trueup.calibration.correction import Correction
+from trueup.calibration.evidence import Evidence
+from trueup.calibration.trajectory import Trajectory
 from trueup.denoiser import same_weights
-from trueup.number import Number
+from trueup.errors import ArtifactError
+from trueup.files import load_tensors, save_tensors
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess, from_settings
-
-if TYPE_CHECKING:
-    from trueup.trajectory import Trajectory
+from trueup.statistics import Number, trapezoid_weights
 
 FEWEST_IMAGES = 20  # fewer cannot say that there is nothing to correct
-
-
-@dataclass(eq=False, repr=False)
-class Evidence:
-    """What was measured, with standard errors. Losses and gains are in eps space, summed over a sample.
-
-    gain is what the correction takes off E|eps_hat - eps|^2 on images it was not fitted on. eta2 is the
-    unbiased size of the mean residual, whether or not it is corrected. bound gains are in nats.
-    """
-
-    images: int
-    folds: int
-    dimensions: int
-    loss: Tensor  # (L,)
-    loss_se: Tensor
-    eta2: Tensor  # (L,)
-    eta2_se: Tensor
-    eta2_low: Tensor  # 95% interval
-    eta2_high: Tensor
-    gain: Tensor  # (L,)
-    gain_se: Tensor
-    shift_se: Tensor  # (L,) standard error of the unshrunk mean residual, as the norm of a map
-    scale: Tensor  # (L, bands) share of what was held out that was confirmed and is in the final fit
-    bound_gain: tuple[float, float]  # of this correction, with its standard error
-    shift_bound_gain: tuple[float, float, float]  # of the ideal constant shift, with a 95% interval
-
-    @property
-    def quantile(self) -> float:
-        """How many standard errors make a 95% interval, given the folds behind them."""
-        from trueup.estimate.statistics import student_quantile
-
-        return student_quantile(0.975, max(self.folds - 1, 1))
-
-    def interval(self, value: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-        """A 95% interval."""
-        return value - self.quantile * error, value + self.quantile * error
-
-    def bits_per_dim(self, nats: float) -> float:
-        """Nats per sample as bits per dimension."""
-        return nats / (self.dimensions * math.log(2))
 
 
 @dataclass(eq=False, repr=False)
@@ -77,7 +37,7 @@ class Calibration:
     data_variance: Tensor  # (C, bands)
     data_variance_se: Tensor  # (C, bands)
     data_images: int
-    data_fingerprint: str
+    data_digests: Tensor  # (n,) int64, of the images it was made from, where there are not too many to keep
     provenance: dict[str, Any] = field(default_factory=dict)
     trajectories: tuple[Trajectory, ...] = ()  # what keeps samplers on the marginals, see `calibrate_sampler`
 
@@ -102,11 +62,8 @@ class Calibration:
 
     @property
     def identity(self) -> str:
-        """A short hash of what it corrects: the same for a calibration and what was loaded from its file."""
-        digest = hashlib.blake2b(digest_size=8)
-        for part in (self.correction.lam, self.correction.b, self.correction.a, self.correction.d):
-            digest.update(part.to(torch.float32).contiguous().numpy().tobytes())
-        return digest.hexdigest()
+        """A short hash of what it does: the same for a calibration and what was loaded from its file."""
+        return identity_of(self.correction, self.provenance)
 
     @property
     def generated(self) -> dict[str, Any] | None:
@@ -130,12 +87,10 @@ class Calibration:
         The score matching loss is the denoising loss less a constant nobody can measure, so this is a lower
         bound on the share of the score matching loss.
         """
-        from trueup.estimate.statistics import trapezoid_weights
-
         weights = trapezoid_weights(self.correction.lam)
         if len(weights) == 1:
-            weights = torch.ones_like(weights)
-        return float((weights * self.evidence.gain).sum() / (weights * self.evidence.loss).sum())
+            weights = weights + 1.0
+        return float((weights * self.evidence.gain.value).sum() / (weights * self.evidence.loss.value).sum())
 
     @property
     def uncalibration(self) -> Number:
@@ -144,9 +99,8 @@ class Calibration:
         That is the bound's diffusion term; what a decoder gains comes on top. Unknown (nan) where too few
         images could have confirmed a correction.
         """
-        nats, error = self.evidence.bound_gain if self._confirmable else (math.nan, math.nan)
-        reach = self.evidence.quantile * error
-        return Number(nats, nats - reach, nats + reach).scaled(self.evidence.bits_per_dim(1.0))
+        nats = self.evidence.bound_gain if self._confirmable else Number(math.nan)
+        return nats.scaled(self.evidence.bits_per_dim(1.0))
 
     @property
     def _confirmable(self) -> bool:
@@ -156,23 +110,19 @@ class Calibration:
     @property
     def uncalibration_share(self) -> Number:
         """The same as a share of the score matching loss, of which it is at least that (see `explained`)."""
-        from trueup.estimate.statistics import trapezoid_weights
-
         e, weights = self.evidence, trapezoid_weights(self.correction.lam)
-        loss = float((weights * e.loss).sum())
+        loss = float((weights * e.loss.value).sum())
         if not self._confirmable:
-            return Number(math.nan, math.nan, math.nan)
+            return Number(math.nan)
         if len(weights) == 1 or not loss > 0:
-            return Number(self.explained(), math.nan, math.nan)
+            return Number(self.explained())
         # Levels share their images, so their errors are taken to add up, not to cancel.
-        share, relative = e.bound_gain[0] / loss, float((weights * e.loss_se).sum()) / loss
-        reach = e.quantile * math.hypot(e.bound_gain[1] / loss, share * relative)
-        return Number(share, share - reach, share + reach)
+        share, relative = e.bound_gain.value / loss, float((weights * e.loss.error).sum()) / loss
+        return Number.of(share, math.hypot(e.bound_gain.error / loss, share * relative), e.folds)
 
     def verdict(self) -> str:
-        """What to make of it, in one or two sentences."""
+        """What to make of it, in one or two sentences; of the loss alone: samples are `evaluate`'s business."""
         e = self.evidence
-        nats, error = e.bound_gain
         if self.family == "none":
             return "the network is left as it is."
         if not self._confirmable:
@@ -181,21 +131,26 @@ class Calibration:
         if self.empty:
             return "calibrated within noise: nothing to do."
         removed = 100 * self.explained()
-        if math.isnan(nats):
+        if math.isnan(e.bound_gain.value):
             return f"miscalibrated: correcting it removes {removed:.2g}% of the loss at the level measured."
-        gain = f"{e.bits_per_dim(nats):.2g} ± {e.bits_per_dim(e.quantile * error):.1g} bits/dim"
-        if nats <= e.quantile * error:
+        bits = e.bound_gain.scaled(e.bits_per_dim(1.0))
+        gain = f"{bits.value:.2g} ± {bits.reach:.1g} bits/dim"
+        if bits.sign < 0:
+            return f"WORSE with this correction: the likelihood bound falls by {gain.lstrip('-')}. Do not use it."
+        if bits.sign == 0:
             return f"no sure gain: the likelihood bound moves by {gain}, within noise."
         if removed < 1e-6:
             return "off by rounding alone: nothing to do."
         if removed < 0.01:
             return f"off by a measurable but negligible amount: correcting it gains {gain}."
-        share = f"at least {removed:.2g}% of the score matching loss"
-        return f"miscalibrated: correcting it removes {share} and raises the likelihood bound by {gain}."
+        return (
+            f"miscalibrated: correcting it removes at least {removed:.2g}% of the score matching loss and raises "
+            f"the likelihood bound by {gain}. What that does to samples, `trueup evaluate` says."
+        )
 
     def summary(self) -> str:
         """A table of what was measured at every level, the totals, and the verdict."""
-        e, z = self.evidence, self.evidence.quantile
+        e = self.evidence
         heads = ("t", "lam", "loss", "|mean residual|^2", "held-out gain", "of loss")
         widths = (9, 7, 10, 24, 18, 8)
         lines = [
@@ -204,22 +159,20 @@ class Calibration:
             " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)),
         ]
         for row in range(len(self.t)):
-            loss, gain = float(e.loss[row]), float(e.gain[row])
+            loss, eta2, gain = e.loss[row].value, e.eta2[row], e.gain[row]
             lines.append(
                 f"{float(self.t[row]):9.4g} {float(self.correction.lam[row]):7.2f} {loss:10.4g} "
-                f"{_range(float(e.eta2[row]), float(e.eta2_low[row]), float(e.eta2_high[row])):>24} "
-                f"{_pm(gain, z * float(e.gain_se[row])):>18} {percent(gain / loss if loss else math.nan):>8}"
+                f"{_range(eta2):>24} {_pm(gain):>18} {percent(gain.value / loss if loss else math.nan):>8}"
             )
-        nats, error = e.bound_gain
         bits, share = self.uncalibration, self.uncalibration_share.scaled(100)
         lines += [
             "",
             "loss: E|eps_hat - eps|^2 summed over a sample; intervals and ± are 95%",
-            f"gain of the likelihood bound: {_pm(nats, z * error)} nats",
+            f"gain of the likelihood bound: {_pm(e.bound_gain)} nats",
             "uncalibration score: unknown"
             if math.isnan(bits.value)
-            else f"uncalibration score: {_pm(bits.value, bits.reach)} bits/dim of the bound, at least "
-            f"{_pm(share.value, share.reach)}% of the score matching loss",
+            else f"uncalibration score: {_pm(bits)} bits/dim of the bound, at least {_pm(share)}% of the score "
+            "matching loss",
         ]
         if self.generated:
             lines.append("measured on the model's own samples: errors that these share with it do not show")
@@ -231,27 +184,38 @@ class Calibration:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write one .safetensors file, atomically; see docs/format.md."""
-        from trueup.artifact import save
+        try:
+            meta, tensors = pack_calibration(self)
+        except ArtifactError as error:
+            raise ArtifactError(f"cannot save this calibration: {error}") from None
+        save_tensors(path, KIND, meta, tensors)
 
-        save(self, path)
+
+def load(path: str | PathLike[str]) -> Calibration:
+    """Read a calibration; anything damaged, inconsistent or unknown raises ArtifactError with the reason."""
+    meta, tensors = load_tensors(path, KIND)
+    try:
+        return Calibration(**unpack_calibration(meta, tensors))
+    except ArtifactError as error:
+        raise ArtifactError(f"{path}: {error}") from None
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _pm(value: float, error: float) -> str:
-    if math.isnan(value):
+def _pm(number: Number) -> str:
+    if math.isnan(number.value):
         return "unknown"
-    if math.isnan(error):
-        return f"{value:.3g} ± unknown"
-    return f"{value:.3g} ± {error:.2g}"
+    if math.isnan(number.low):
+        return f"{number.value:.3g} ± unknown"
+    return f"{number.value:.3g} ± {number.reach:.2g}"
 
 
-def _range(value: float, low: float, high: float) -> str:
-    if math.isnan(value):
+def _range(number: Number) -> str:
+    if math.isnan(number.value):
         return "unknown"
-    return f"{value:.3g} ({max(low, 0.0):.2g} to {max(high, 0.0):.2g})"
+    return f"{number.value:.3g} ({max(number.low, 0.0):.2g} to {max(number.high, 0.0):.2g})"
 
 
 def percent(share: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
@@ -10,15 +11,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from trueup.errors import DataError
-from trueup.files import bundled
+from trueup.errors import DataError, ImageError
+from trueup.files import bundled, line
 
 _IMAGE_KEYS = ("image", "img", "pixel_values", "images", "x")
 _LABEL_KEYS = ("label", "labels", "class_labels", "y")
+_MOST_PACKED = 2000  # times; deflate cannot do better than about 1032
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 # Pillow names these formats, and does not decode them.
 _NOT_PICTURES = ("BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF")
@@ -74,6 +76,7 @@ def _open_numpy(path: Path) -> tuple[Any, Any]:
     try:
         if path.suffix == ".npy":
             return open_source(np.lib.format.open_memmap(path, mode="r"))[0], None
+        _check_sizes(path)
         with np.load(path, allow_pickle=False) as archive:
             names = list(archive.files)
             image = next((n for n in (*_IMAGE_KEYS, "arr_0") if n in names), None)
@@ -81,59 +84,87 @@ def _open_numpy(path: Path) -> tuple[Any, Any]:
                 raise DataError(f"{path} has arrays {names}; expected one named {', '.join(_IMAGE_KEYS)}")
             label = next((n for n in _LABEL_KEYS if n in names), None)
             images, labels = archive[image], archive[label] if label else None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
+    except MemoryError:
+        raise DataError(f"{path} does not fit into memory: save its images as a .npy file") from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+        raise DataError(f"{path} cannot be read: {line(error)}") from None
     if labels is not None and labels.shape[:1] != images.shape[:1]:
         raise DataError(f"{path} has images of shape {images.shape} and labels of shape {labels.shape}")
     return open_source(images)[0], labels
 
 
+def _check_sizes(path: Path) -> None:
+    """Raise for an archive whose arrays claim to be larger than what is in it."""
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            if not info.filename.endswith(".npy"):
+                continue
+            with archive.open(info) as file:
+                version = np.lib.format.read_magic(file)
+                read = (
+                    np.lib.format.read_array_header_1_0
+                    if version == (1, 0)
+                    else np.lib.format.read_array_header_2_0
+                )
+                shape, _, dtype = read(file)
+            claimed = math.prod(shape) * dtype.itemsize
+            if claimed > info.file_size or info.file_size > _MOST_PACKED * max(info.compress_size, 1):
+                raise DataError(f"{path}: {info.filename} claims {claimed:,} bytes that are not in the file")
+
+
 def read_image(path: Path) -> Image.Image:
-    """A picture, decoded; a damaged one is named."""
+    """A picture, decoded and turned the way its EXIF data says it is meant; a damaged one is named."""
     try:
         with Image.open(path) as image:
             raw = [str(tile[3]) for tile in image.tile]  # loading drops what says 16 bits
             image.load()
             image.info["raw modes"] = " ".join(raw)
-            return image
+            return upright(image)
     except Exception as error:  # decoders raise RuntimeError, TypeError and more on damaged files
-        raise DataError(f"{path} cannot be read as an image: {error}") from None
+        raise ImageError(f"{path} cannot be read as an image: {line(error)}") from None
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """A picture turned as its EXIF orientation says, as every viewer shows it."""
+    turned = ImageOps.exif_transpose(image)
+    turned.info = {**image.info, **turned.info}
+    return turned
 
 
 def refuse_other_depths(image: Image.Image, where: str) -> None:
     """Raise for a picture whose values are not 8 bits per channel: palettes, one bit, 16 bits, CMYK."""
     if image.mode in ("P", "PA", "1"):
         kind = "one-bit" if image.mode == "1" else "palette"
-        raise DataError(
+        raise ImageError(
             f"{where} is a {kind} image ({image.mode}): its values were quantized, and the likelihood "
             "would be that of the palette; use the original"
         )
     raw = str(image.info.get("raw modes", ""))
     depth = next((bits for bits in ("16", "2", "4") if f";{bits}" in raw), None)
     if depth is not None:
-        raise DataError(f"{where} has {depth} bits per channel; convert it to 8 bits first")
+        raise ImageError(f"{where} has {depth} bits per channel; convert it to 8 bits first")
     if image.mode not in ("L", "LA", "RGB", "RGBA") and not image.mode.startswith(("I", "F")):
-        raise DataError(f"{where} is a {image.mode} image; convert it to RGB with 8 bits first")
+        raise ImageError(f"{where} is a {image.mode} image; convert it to RGB with 8 bits first")
 
 
 def picture_to_array(image: Image.Image, channels: int, where: str) -> np.ndarray[Any, Any]:
     """A picture as 8-bit (channels, height, width); nothing is dropped to make it fit."""
     if image.mode.startswith(("I", "F")):
-        raise DataError(f"{where} is a {image.mode} image; convert it to 8 bits first")
+        raise ImageError(f"{where} is a {image.mode} image; convert it to 8 bits first")
     mode = _MODES.get(channels)
     if mode is None:
-        raise DataError(f"{where} is an image, the model takes {channels} channels: pass arrays instead")
+        raise ImageError(f"{where} is an image, the model takes {channels} channels: pass arrays instead")
     colour = image.mode not in ("1", "L", "LA")
     if channels == 1 and colour:
-        raise DataError(
+        raise ImageError(
             f"{where} is a colour image ({image.mode}), the model takes one channel: convert it to grayscale"
         )
     try:
         pixels = np.asarray(image.convert(mode))  # a dataset's image may only be decoded here
     except Exception as error:
-        raise DataError(f"{where} cannot be read as an image: {error}") from None
+        raise ImageError(f"{where} cannot be read as an image: {error}") from None
     if channels != 4 and _has_transparency(image):
-        raise DataError(f"{where} has transparency ({image.mode}), the model takes {mode}: flatten it first")
+        raise ImageError(f"{where} has transparency ({image.mode}), the model takes {mode}: flatten it first")
     return pixels.reshape(image.height, image.width, channels).transpose(2, 0, 1)
 
 

@@ -1,11 +1,11 @@
-"""A sampler's trajectory correction: an affine map per state, channel and band, and what it is for."""
+"""A sampler's states, and what keeps them on the marginals: an affine map per state, channel and band."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +14,35 @@ from torch import Tensor
 
 from trueup.bands import Bands
 from trueup.errors import MismatchError
-from trueup.trajectory.states import States
+from trueup.hf.schedules import scheduler_settings
 
 # The miss of held-out trajectories in nats: by band (S, bands); the errors also of all bands together (S,).
 EVIDENCE = ("before", "before_se", "after", "after_se")
 TOTALS = ("before_total_se", "after_total_se")
+
+
+Adjust = Callable[[int, Tensor], Tensor]  # (i, state i) -> what to go on with
+
+
+@dataclass(frozen=True)
+class States:
+    """State i is alpha[i] x0 + sigma[i] eps, if nothing went wrong; t[i] is where the step to it began.
+
+    A scheduler of several stages per step shows inner states, from which it does not go on: they are no
+    samples of x_t, and are left alone.
+    """
+
+    t: Tensor  # (S,)
+    alpha: Tensor  # (S,) in the sampler's own scale
+    sigma: Tensor  # (S,)
+    inner: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))  # (S,) within a step
+
+    def __post_init__(self) -> None:
+        if len(self.inner) != len(self.t):
+            object.__setattr__(self, "inner", torch.zeros(len(self.t), dtype=torch.bool))
+
+    def __len__(self) -> int:
+        return len(self.t)
 
 
 @dataclass(frozen=True)
@@ -31,13 +55,18 @@ class Sampler:
     guidance: float = 1.0
 
     @classmethod
-    def of(cls, solver: Any, nfe: int, guidance: float = 1.0) -> Sampler:
-        """The sampler that `solver` makes with `nfe` evaluations."""
-        found = json.loads(json.dumps(solver.settings(), default=_plain))
+    def of(cls, name: str, settings: Mapping[str, Any], nfe: int, guidance: float = 1.0) -> Sampler:
+        """The sampler that a solver with these settings makes with `nfe` evaluations."""
+        found = json.loads(json.dumps(dict(settings), default=_plain))
         # Some schedulers have infinity for a default, which a file's JSON does not.
         infinite = {n for n, v in found.items() if isinstance(v, float) and not math.isfinite(v)}
-        settings = {name: str(value) if name in infinite else value for name, value in found.items()}
-        return cls(solver.name, nfe, settings, float(guidance))
+        plain = {name: str(value) if name in infinite else value for name, value in found.items()}
+        return cls(name, nfe, plain, float(guidance))
+
+    @classmethod
+    def of_scheduler(cls, scheduler: Any, nfe: int, guidance: float = 1.0) -> Sampler:
+        """The sampler that a diffusers scheduler makes."""
+        return cls.of(type(scheduler).__name__, scheduler_settings(scheduler), nfe, guidance)
 
     def __str__(self) -> str:
         grid = f" ({self.settings['grid']})" if "grid" in self.settings else ""

@@ -1,4 +1,4 @@
-"""The correction as a forward hook: finds x_t and t in a network's call and corrects what it returned."""
+"""The correction as it runs: finds x_t and t in a network's call and corrects what it returned."""
 
 from __future__ import annotations
 
@@ -15,44 +15,46 @@ import torch
 from torch import Tensor
 
 from trueup.bands import along_last_axes, dct_matrix
-from trueup.calibration import Calibration
-from trueup.correction import interpolation_weights
-from trueup.denoiser import prediction
+from trueup.calibration.calibration import Calibration
+from trueup.calibration.correction import interpolation_weights
+from trueup.denoiser import Binding, prediction
 from trueup.errors import AttachError, MismatchError
 
-_INPUT_NAMES = ("sample", "hidden_states", "x_t", "x")
-_TIME_NAMES = ("timestep", "timesteps", "t", "sigma", "noise_labels", "time")
 _NODES = 8192  # times at which the interpolation is tabulated; a row uses the nearest
 
 
 class _Tables(NamedTuple):
-    boundaries: Tensor  # between neighbouring times of the table
+    """What a correction needs, on one device: a row of `weights` at a time's node, times the tables."""
+
+    boundaries: Tensor  # between neighbouring nodes
     whole_boundaries: Tensor  # the same for whole times
-    weights: Tensor
-    table: Tensor
+    weights: Tensor  # (N, L) of the constant part
+    constant: Tensor  # (L, C * box) in the DCT, or (L, C * pixels) where nothing else is corrected
+    gain_weights: Tensor  # (N, 3 L)
+    gains: Tensor  # (3 L, C * 2 * bands), on output and input
+    bands: Tensor  # (box,) each coefficient's band
     forward: list[Tensor]  # the DCT's matrices
     backward: list[Tensor]
-    fused: ModuleType | None  # trueup.fused, where it works
+    fused: ModuleType | None  # trueup.calibration.fused, where it works
 
 
 class CorrectOutput:
-    """The forward hook: finds x_t and t among the arguments and corrects the mean channels of the output.
+    """A forward hook, or what a `Denoiser` corrects its network's output with.
 
     Everything that depends on the time is tabulated once: a row's correction is a weighted sum of table
-    rows, one small matrix product, and the conversion between eps and the network's own output is folded
-    into the weights (equation 28).
+    rows, two small matrix products, and the conversion between eps and the network's own output is folded
+    into the weights (equation 28). binding: where the network's call holds x_t and t.
     """
 
     corrects_output = True
 
-    def __init__(self, calibration: Calibration):
-        self.shape = calibration.shape
-        self.spatial = calibration.shape[1:]
+    def __init__(self, calibration: Calibration, binding: Binding | None = None):
+        self.binding, self.enabled = binding, True
+        self.shape, self.spatial = calibration.shape, calibration.shape[1:]
         self.empty = calibration.empty
         if self.empty:
             return
         correction = calibration.correction
-        bands = correction.bands
         nodes = _nodes(calibration)
         self.boundaries = 0.5 * (nodes[1:] + nodes[:-1])
         self.boundary_list: list[float] = self.boundaries.tolist()
@@ -62,35 +64,35 @@ class CorrectOutput:
         k_output = parametrization.deps_doutput(alpha, sigma)  # eps_hat = k_output output + k_input x_t
         p, q = parametrization.coefficients(alpha, sigma)
         k_input = -p / (alpha * q - sigma * p)
-        self.constant = not (correction.a.any() or correction.d.any())
-        per_output = weights / k_output[:, None]
-        if self.constant:
-            maps = correction.shift_map()  # (L, C, *spatial)
-            self.weights, self.table = per_output, maps.flatten(1)
+        self.constant_only = not (correction.a.any() or correction.d.any())
+        self.weights = weights / k_output[:, None]
+        if self.constant_only:
+            self.constant = correction.shift_map().flatten(1)  # (L, C * pixels)
         else:
-            b = correction.b
-            a, d = bands.spread(correction.a), bands.spread(correction.d)
-            box = _box((b != 0) | (a != 0) | (d != 0), self.spatial)
-            b, a, d = (_crop(part, self.spatial, box) for part in (b, a, d))  # (L, C * box)
-            zero = torch.zeros_like(b)
-            blocks = [  # weights, and what they multiply in (constant, -, gain on the output, on the input)
-                (per_output, (b, zero, zero, zero)),
-                (weights, (zero, zero, a, zero)),
-                (weights * (k_input / k_output)[:, None], (zero, zero, zero, a)),
-                (per_output / sigma[:, None], (zero, zero, zero, d)),
+            bands, a, d = correction.bands, correction.a, correction.d
+            used = (correction.b != 0) | (bands.spread(a) != 0) | (bands.spread(d) != 0)
+            box = _box(used, self.spatial)
+            self.constant = _crop(correction.b, self.spatial, box).flatten(1)
+            self.band_of = _crop(bands.index.flatten(), self.spatial, box).flatten()
+            zero = torch.zeros_like(a)
+            # On the output; on x_t through the output's conversion; on x_t itself.
+            parts = [
+                (weights, (a, zero)),
+                (weights * (k_input / k_output)[:, None], (zero, a)),
+                (weights / (k_output * sigma)[:, None], (zero, d)),
             ]
-            blocks = [(w, rows) for w, rows in blocks if w.any()]
-            self.weights = torch.cat([w for w, _ in blocks], 1)
-            self.table = torch.cat([_by_channel(rows, self.shape[0]) for _, rows in blocks])
-            self.box = box
+            self.gain_weights = torch.cat([w for w, _ in parts], 1)
+            self.gains = torch.cat(
+                [torch.stack(pair, 2).flatten(1) for _, pair in parts]
+            )  # (3 L, C * 2 * bands)
             self.matrices = [dct_matrix(n)[:k] for n, k in zip(self.spatial, box, strict=True)]
         self._ready: dict[tuple[torch.device, torch.dtype], _Tables] = {}
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], raw: Any) -> Any:
         """Correct what a forward call returned."""
+        if not self.enabled:
+            return raw
         output = prediction(raw)
-        x_t = _argument(args, kwargs, 0, _INPUT_NAMES)
-        t = _argument(args, kwargs, 1, _TIME_NAMES)
         channels = self.shape[0]
         if tuple(output.shape[2:]) != self.spatial or output.shape[1] not in (channels, 2 * channels):
             raise MismatchError(
@@ -99,13 +101,19 @@ class CorrectOutput:
             )
         if self.empty:
             return raw
+        assert self.binding is not None
+        x_t, t = self.binding.x.of(args, kwargs), self.binding.t.of(args, kwargs)
+        if (self.binding.scale, self.binding.offset) != (1.0, 0.0):
+            t = (t - self.binding.offset) / self.binding.scale
         if output.shape[1] == channels:
             return _like(raw, self.correct(output, x_t, t))
         mean, rest = output[:, :channels], output[:, channels:]  # a learned variance is left alone
         return _like(raw, torch.cat([self.correct(mean, x_t, t), rest], 1))
 
-    def correct(self, output: Tensor, x_t: Tensor, t: Any) -> Tensor:
-        """The corrected output, in its own dtype; in single precision even under autocast."""
+    def correct(self, output: Tensor, x_t: Tensor, t: Any, y: Any = None) -> Tensor:
+        """The corrected output at times of the process, in its own dtype; in single precision in autocast too."""
+        if self.empty:
+            return output
         kind = output.device.type
         if not torch.compiler.is_compiling() and not torch.is_autocast_enabled(kind):  # entering is not free
             return self._correct(output, x_t, t)
@@ -115,32 +123,41 @@ class CorrectOutput:
     def _correct(self, output: Tensor, x_t: Tensor, t: Any) -> Tensor:
         dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
         tables = self._tables(output.device, dtype)
-        rows = self._rows(t, len(output), tables)
-        if tables.fused and not torch.compiler.is_compiling() and tables.fused.fits(output, x_t):
-            corrected: Tensor | None = tables.fused.correct(output, x_t, rows, tables.forward)
-            if corrected is not None:
-                return corrected
+        node = self._node(t, len(output), tables)
+        constant = tables.weights[node] @ tables.constant  # (B or 1, C * box)
         wide = output.to(dtype)
-        if self.constant:
-            return (wide - rows.view(-1, *self.shape)).to(output.dtype)
-        both = torch.stack([wide, x_t.to(wide)], 2)  # (B, C, 2, *spatial)
-        z = along_last_axes(both, tables.forward)
-        constant, gains = rows.view(-1, self.shape[0], 2, 2, *z.shape[3:]).unbind(2)
-        delta = torch.addcmul(constant, gains, z).sum(2)
+        if self.constant_only:
+            return (wide - constant.view(-1, *self.shape)).to(output.dtype)
+        gains = tables.gain_weights[node] @ tables.gains  # (B or 1, C * 2 * bands)
+        if tables.fused and not torch.compiler.is_compiling() and tables.fused.fits(output, x_t):
+            made: Tensor | None = tables.fused.correct(
+                output, x_t, constant, gains, tables.bands, tables.forward
+            )
+            if made is not None:
+                return made
+        z = along_last_axes(torch.stack([wide, x_t.to(wide)], 2), tables.forward)  # (B, C, 2, *box)
+        channels, box = self.shape[0], z.shape[3:]
+        each = gains.view(len(gains), channels, 2, -1)[..., tables.bands].view(-1, channels, 2, *box)
+        delta = constant.view(-1, channels, *box) + (each * z).sum(2)
         return (wide - along_last_axes(delta, tables.backward)).to(output.dtype)
 
-    def _rows(self, t: Any, batch: int, tables: _Tables) -> Tensor:
-        """The table at each row's time, (B or 1, ...). Never waits for the device."""
+    def _node(self, t: Any, batch: int, tables: _Tables) -> Any:
+        """The rows of the table at each row's time. Never waits for the device."""
         if torch.compiler.is_compiling():  # which cannot follow a bisection
             t = torch.as_tensor(t)
         elif not isinstance(t, Tensor) or (t.numel() == 1 and t.device.type == "cpu"):
             node = bisect_left(self.boundary_list, float(t))
-            return tables.weights[node : node + 1] @ tables.table
+            return slice(node, node + 1)
         boundaries = tables.whole_boundaries if t.dtype == torch.int64 else tables.boundaries
         times = t.to(boundaries, non_blocking=True).reshape(-1).contiguous()
         if times.numel() not in (1, batch):
             raise AttachError(f"got {times.numel()} times for a batch of {batch}")
-        return tables.weights.index_select(0, torch.bucketize(times, boundaries)) @ tables.table
+        return torch.bucketize(times, boundaries)
+
+    def prepare(self, device: torch.device) -> None:
+        """Make the tables of a device now: before anyone compiles the network, say."""
+        if not self.empty:
+            self._tables(device, torch.float32)
 
     def _tables(self, device: torch.device, dtype: torch.dtype) -> _Tables:
         """Everything the correction needs, copied to a device once."""
@@ -148,12 +165,16 @@ class CorrectOutput:
         ready = self._ready.get(key)
         if ready is None:
             with torch.inference_mode(False):  # they may be part of a backward pass later
-                matrices = [] if self.constant else [m.to(device, dtype) for m in self.matrices]
+                none = torch.zeros(0)
+                matrices = [] if self.constant_only else [m.to(device, dtype) for m in self.matrices]
                 ready = _Tables(
                     self.boundaries.to(device, dtype),
                     self.boundaries.floor().to(device, torch.int64),  # for whole t the same comparison
                     self.weights.to(device, dtype),
-                    self.table.to(device, dtype),
+                    self.constant.to(device, dtype),
+                    none if self.constant_only else self.gain_weights.to(device, dtype),
+                    none if self.constant_only else self.gains.to(device, dtype),
+                    none if self.constant_only else self.band_of.to(device, torch.int32),
                     [m.contiguous() for m in matrices],
                     [m.T.contiguous() for m in matrices],
                     _fused_kernel(device) if len(matrices) == 2 else None,
@@ -163,15 +184,6 @@ class CorrectOutput:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ready": {}}  # device copies are made again where they are needed
-
-
-def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, names: tuple[str, ...]) -> Any:
-    if len(args) > position:
-        return args[position]
-    for name in names:
-        if name in kwargs:
-            return kwargs[name]
-    raise AttachError(f"the network was called without an argument named {' or '.join(names)}")
 
 
 def _like(raw: Any, corrected: Tensor) -> Any:
@@ -189,35 +201,27 @@ def _like(raw: Any, corrected: Tensor) -> Any:
 
 
 def _nodes(calibration: Calibration) -> Tensor:
-    """Times to tabulate: dense in lam over the calibrated range, with every whole timestep exact.
-
-    Outside that range the correction stays what it is at the end, in the network's own output space.
-    """
-    process, lam = calibration.process, calibration.correction.lam
-    nodes = process.t_of_lam(torch.linspace(float(lam[0]), float(lam[-1]), _NODES, dtype=torch.float64))
+    """Times to tabulate: dense in lam over the process, with every whole timestep and measured level exact."""
+    process = calibration.process
+    ends = (float(process.lam(t)) for t in (process.t_min, process.t_max))
+    nodes = process.t_of_lam(torch.linspace(*ends, _NODES, dtype=torch.float64))
     exact = calibration.t
     if process.integer_times:
         whole = torch.arange(math.ceil(process.t_min), math.floor(process.t_max) + 1, dtype=torch.float64)
-        exact = torch.cat([exact, whole[(whole >= exact[0]) & (whole <= exact[-1])]])
-    nodes = nodes.clamp(float(calibration.t[0]), float(calibration.t[-1]))
-    return torch.unique(torch.cat([nodes, exact]))
+        exact = torch.cat([exact, whole])
+    return torch.unique(torch.cat([nodes.clamp(process.t_min, process.t_max), exact]))
 
 
 @lru_cache
 def _fused_kernel(device: torch.device) -> ModuleType | None:
-    """`trueup.fused` if this device can run it."""
+    """The Triton kernel if this device can run it."""
     if device.type != "cuda":
         return None
     try:
-        fused = import_module("trueup.fused")
+        fused = import_module("trueup.calibration.fused")
     except ImportError:  # no Triton
         return None
     return fused if fused.works(device) else None
-
-
-def _by_channel(parts: tuple[Tensor, ...], channels: int) -> Tensor:
-    """Tables (L, C * box) each, side by side within every channel, flat."""
-    return torch.stack([part.reshape(len(part), channels, -1) for part in parts], 2).flatten(1)
 
 
 def _box(used: Tensor, spatial: tuple[int, ...]) -> tuple[int, ...]:
@@ -235,4 +239,4 @@ def _crop(part: Tensor, spatial: tuple[int, ...], box: tuple[int, ...]) -> Tenso
     grid = part.reshape(*part.shape[:-1], *spatial)
     for axis, size in enumerate(box):
         grid = grid.narrow(axis - len(box), 0, size)
-    return grid.flatten(1)
+    return grid.flatten(-len(box))

@@ -5,6 +5,7 @@ Works on plain dictionaries; diffusers itself is not needed.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,12 +49,22 @@ def schedule(config: Mapping[str, Any]) -> tuple[processes.NoiseProcess, Paramet
         raise ModelError(f"the config of {name or 'the scheduler'} cannot be read: {error}") from None
 
 
+def scheduler_settings(scheduler: Any) -> dict[str, Any]:
+    """What tells a scheduler apart from others: its class, and of its config what the class knows."""
+    kind = type(scheduler)
+    known = inspect.signature(kind).parameters  # from_config keeps what a class does not know, too
+    return {"kind": kind.__name__, **{n: v for n, v in dict(scheduler.config).items() if n in known}}
+
+
 def _schedule(name: str, config: Mapping[str, Any]) -> tuple[processes.NoiseProcess, Parametrization]:
     kind = str(config.get("prediction_type", "epsilon"))
     steps = int(config.get("num_train_timesteps", 1000))
     if name.startswith("FlowMatch"):
         if config.get("invert_sigmas"):
-            raise ModelError(f"{name} with invert_sigmas counts time backwards; describe it with a Denoiser")
+            raise ModelError(
+                f"{name} with invert_sigmas counts time backwards: describe it with "
+                'Denoiser(net, process.Flow(), "reversed_flow", shape, call=lambda x_t, t: net(x_t, 1 - t))'
+            )
         return processes.Flow(time_scale=float(steps)), Parametrization("flow")
     if name.startswith("EDM"):
         sigma_data = float(config.get("sigma_data", 0.5))
@@ -74,7 +85,7 @@ def _schedule(name: str, config: Mapping[str, Any]) -> tuple[processes.NoiseProc
     if config.get("beta_schedule") is None and config.get("trained_betas") is None:
         raise ModelError(
             f"the config of {name or 'the scheduler'} names no beta_schedule, so what noise it puts at which "
-            "time is not known: pass process= and parametrization="
+            "time is not known: pass process= and prediction="
         )
     process = processes.DiscreteVP(_alphas_cumprod(config, steps))
     if config.get("timestep_type") == "continuous" and kind == "v_prediction":

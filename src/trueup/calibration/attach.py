@@ -1,0 +1,238 @@
+"""Putting a calibration on a model and taking it off.
+
+The correction runs as a forward hook on the network itself, so every sampler, scheduler and pipeline
+around it sees a calibrated network. Each row is corrected at its own time. Where nobody can tell what the
+network's own call holds (see `trueup.denoiser.binding`), the `Denoiser` corrects what it hands on instead.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trueup.calibration.calibration import Calibration, load
+from trueup.calibration.hook import CorrectOutput
+from trueup.calibration.trajectory import Sampler, Trajectory, choose
+from trueup.denoiser import Binding, Denoiser, corrections, fingerprint, unwrapped
+from trueup.denoiser.weights import is_sharded
+from trueup.errors import Argument, AttachError, MismatchError
+from trueup.hf import is_pipeline, network_of, schedule
+from trueup.hf.loading import config_of
+
+_FORCE = Argument("force", True)
+
+
+def as_calibration(calibration: Calibration | str | PathLike[str]) -> Calibration:
+    """A calibration, or what is in its file."""
+    if isinstance(calibration, Calibration):
+        return calibration
+    if not isinstance(calibration, (str, PathLike)):
+        raise AttachError(f"expected a Calibration or its file, not {type(calibration).__name__}")
+    return load(calibration)
+
+
+def attach(model: Any, calibration: Calibration | str | PathLike[str], *, force: bool = False) -> Attachment:
+    """Correct a model's outputs until `.remove()`, or for the length of a `with` block.
+
+    model: a diffusers pipeline or model, a `Denoiser`, or the `nn.Module` that was calibrated. force skips
+    the checks that the calibration was made for this model. Code that was compiled around the model before is
+    compiled again, since it would not see the correction.
+
+        with trueup.attach(pipe, cal):
+            pipe(num_inference_steps=20)
+    """
+    attachment = Attachment(model, as_calibration(calibration), force=force)
+    attachment.put_on()
+    return attachment
+
+
+def detach(model: Any) -> bool:
+    """Take off whatever calibration a model carries, a deep copy's too; True if there was one."""
+    target, denoiser = _target(model)
+    found = _take_off(target, None)
+    if denoiser is not None and denoiser.correction is not None:
+        denoiser.correction, found = None, True
+    return found
+
+
+class Attachment:
+    """A calibration for a model, checked against it. `remove()` it, or use it as a context manager.
+
+    Made by `attach`, it is on; made by itself, only within `with` blocks, of which there may be many.
+    """
+
+    def __init__(self, model: Any, calibration: Calibration, *, force: bool = False):
+        self.calibration = calibration
+        self._target, self._denoiser = _target(model)
+        if not force:
+            _check_model(model, self._target, self._denoiser, calibration)
+        binding = _binding(calibration, self._target, self._denoiser)
+        with torch.inference_mode(False):
+            self._hook = CorrectOutput(calibration, binding)
+        self._trajectory: Trajectory | None = None  # of the call in progress
+
+    @property
+    def active(self) -> bool:
+        """Whether it is on."""
+        if self._denoiser is not None and self._denoiser.correction is self._hook:
+            return True
+        return any(hook is self._hook for hook in corrections(self._target))
+
+    def put_on(self) -> None:
+        """Put it on; a model carries one calibration at a time."""
+        if corrections(self._target) or (self._denoiser is not None and self._denoiser.correction):
+            raise AttachError("a calibration is already attached to this model: remove it first")
+        if self._hook.binding is None:
+            assert self._denoiser is not None
+            self._denoiser.correction = self._hook
+            return
+        weight = next(self._target.parameters(), None)
+        if weight is not None and weight.device.type != "meta":
+            self._hook.prepare(weight.device)
+        self._target.register_forward_hook(self._hook, with_kwargs=True)
+        _compile_again()
+
+    def remove(self) -> None:
+        """Take it off; the model's outputs are again exactly what they were. Doing it twice is harmless."""
+        if self._denoiser is not None and self._denoiser.correction is self._hook:
+            self._denoiser.correction = None
+        elif _take_off(self._target, self._hook):
+            _compile_again()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """On, but without effect: for handing control to somebody else for a while."""
+        self._hook.enabled = False
+        try:
+            yield
+        finally:
+            self._hook.enabled = True
+
+    def __enter__(self) -> Attachment:
+        if not self.active:
+            self.put_on()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def on_step_end(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Keeps a diffusers pipeline's latents on the marginals, with the trajectory for its scheduler.
+
+        with trueup.attach(pipe, cal) as calibrated:
+            pipe(prompt, num_inference_steps=10, callback_on_step_end=calibrated.on_step_end)
+
+        What a pipeline does not show its callback, such as DDIM's eta, is not checked: leave it as it is.
+        """
+        if step == 0 or self._trajectory is None:
+            self._trajectory = self._for_pipeline(pipe)
+        if "latents" not in tensors:
+            raise AttachError(
+                "on_step_end needs the latents: leave callback_on_step_end_tensor_inputs as it is"
+            )
+        tensors["latents"] = self._trajectory.at_step(step, float(timestep), tensors["latents"])
+        return tensors
+
+    def _for_pipeline(self, pipe: Any) -> Trajectory:
+        if not self.active or not is_pipeline(pipe) or unwrapped(network_of(pipe)) is not self._target:
+            raise AttachError("this calibration is not attached to the network of this pipeline")
+        steps = len(pipe.scheduler.timesteps)
+        if getattr(pipe, "_num_timesteps", steps) != steps:
+            raise MismatchError(
+                f"the pipeline takes {pipe._num_timesteps} of {steps} steps, as from an image it was given: "
+                "trajectories start from noise. Leave out on_step_end, or use strength=1."
+            )
+        if getattr(pipe, "guidance_rescale", 0.0):
+            raise MismatchError(
+                "trajectories are made without guidance_rescale: leave it, or on_step_end, out"
+            )
+        guided = getattr(pipe, "do_classifier_free_guidance", False)
+        guidance = float(getattr(pipe, "guidance_scale", 1.0)) if guided else 1.0
+        sampler = Sampler.of_scheduler(pipe.scheduler, steps, guidance)
+        return choose(self.calibration.trajectories, sampler)
+
+
+def _take_off(network: Any, only: CorrectOutput | None) -> bool:
+    """Remove one correction, or any, from a module; True if it was there."""
+    hooks = getattr(network, "_forward_hooks", {})
+    found = [k for k, hook in hooks.items() if isinstance(hook, CorrectOutput) and only in (None, hook)]
+    for key in found:
+        del hooks[key]
+        network._forward_hooks_with_kwargs.pop(key, None)
+    return bool(found)
+
+
+def _compile_again() -> None:
+    """Forget compiled code: it does not look whether hooks came or went, and would go on as before."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None or not dynamo.counters["stats"].get("unique_graphs"):
+        return
+    torch.compiler.reset()
+
+
+def _target(model: Any) -> tuple[Any, Denoiser | None]:
+    if isinstance(model, Denoiser):
+        return unwrapped(model.network), model
+    if is_pipeline(model):
+        return unwrapped(network_of(model)), None
+    if isinstance(model, nn.Module):
+        return unwrapped(model), None
+    if isinstance(model, (str, Path)):
+        raise AttachError("attach takes a loaded model or pipeline, not a path")
+    raise AttachError(
+        f"cannot attach to {type(model).__name__}: pass the pipeline, the nn.Module, or a trueup.Denoiser"
+    )
+
+
+def _binding(calibration: Calibration, target: Any, denoiser: Denoiser | None) -> Binding | None:
+    """Where the network's call holds x_t and t, as was found when it was measured."""
+    settings = calibration.provenance.get("binding")
+    if settings is not None and isinstance(target, nn.Module):
+        return Binding.from_settings(settings)
+    if denoiser is None:
+        raise MismatchError(
+            "this network was calibrated through a Denoiser whose `call` does more than pass x_t and t on, so "
+            "that they cannot be read from the network's own call: attach to that Denoiser"
+        )
+    return None
+
+
+def _check_model(model: Any, target: Any, denoiser: Denoiser | None, calibration: Calibration) -> None:
+    weights = fingerprint(target)
+    if isinstance(target, nn.Module) and is_sharded(target):
+        warnings.warn(
+            "the weights are sharded: whether the calibration is theirs cannot be told", stacklevel=4
+        )
+    elif not calibration.fits(weights):
+        made_for = next(iter((calibration.provenance.get("weights") or {}).values()), "none")
+        this = next(iter(weights.values()), "none")
+        raise MismatchError(
+            f"this calibration was made for other weights (fingerprint {made_for[:8]}, model {this[:8]})",
+            "recalibrate, or pass {} if you know they agree",
+            _FORCE,
+        )
+    if denoiser is not None:
+        process, parametrization = denoiser.process, denoiser.parametrization
+    elif is_pipeline(model) and model.scheduler is not None:
+        process, parametrization = schedule(config_of(model.scheduler))
+    else:
+        return
+    if not calibration.process.agrees_with(process):
+        raise MismatchError(
+            "this calibration was made for another noise process than the model's scheduler describes",
+            "recalibrate with this scheduler, or pass {} if you know they agree",
+            _FORCE,
+        )
+    if calibration.parametrization != parametrization:
+        raise MismatchError(
+            f"this calibration is of a {calibration.parametrization.name} prediction, the scheduler says "
+            f"{parametrization.name}"
+        )

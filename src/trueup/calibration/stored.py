@@ -1,0 +1,136 @@
+"""What a file may hold: every tensor its dtype, shape and range, every number its bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trueup.bands import Bands
+from trueup.calibration.trajectory import EVIDENCE, TOTALS, Sampler, States, Trajectory
+from trueup.errors import ArtifactError
+
+LARGEST = 2**33  # bytes of maps in memory; anything larger is not a calibration
+
+
+class Bounds(NamedTuple):
+    """What a tensor of a file must be."""
+
+    shape: tuple[int, ...]
+    low: float = -math.inf
+    high: float = math.inf
+    dtype: torch.dtype = torch.float64
+    unknown: bool = False  # whether nan is allowed
+
+
+def check_tensors(tensors: Mapping[str, Tensor], bounds: Mapping[str, Bounds]) -> None:
+    """Raise for the first tensor that is not what it must be, by name."""
+    for name, bound in bounds.items():
+        if name not in tensors:
+            raise ArtifactError(f"it lacks {name}")
+        tensor = tensors[name]
+        if tuple(tensor.shape) != bound.shape or tensor.dtype != bound.dtype:
+            raise ArtifactError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {bound.dtype} {bound.shape}"
+            )
+        if not tensor.is_floating_point():
+            continue
+        values = tensor[~tensor.isnan()] if bound.unknown else tensor
+        if not (torch.isfinite(values) & (values >= bound.low) & (values <= bound.high)).all():
+            raise ArtifactError(f"{name} holds values out of range")
+    others = sorted(set(tensors) - set(bounds))
+    if others:
+        raise ArtifactError(f"{others[0][:40]!r} is no tensor of a calibration")
+
+
+def whole(meta: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    """A whole number of a file, within bounds."""
+    value = meta.get(name)
+    if type(value) is not int or not low <= value <= high:
+        raise ArtifactError(f"{name} is {str(value)[:20]}, expected a whole number from {low} to {high:,}")
+    return value
+
+
+def kept_bands(meta: Mapping[str, Any], bands: Bands) -> list[int]:
+    """Which bands of a map are in the file."""
+    kept = meta.get("kept_bands")
+    if not isinstance(kept, list) or not all(type(k) is int and 0 <= k < bands.count for k in kept):
+        raise ArtifactError("its list of kept bands makes no sense")
+    if kept != sorted(set(kept)):
+        raise ArtifactError("its list of kept bands is out of order")
+    return kept
+
+
+def nonzero_bands(maps: Tensor, bands: Bands) -> list[int]:
+    """The bands in which maps (..., K) are not zero."""
+    return [k for k, members in enumerate(bands.members) if bool(maps[..., members].any())]
+
+
+def pack(trajectory: Trajectory, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A trajectory as metadata and tensors; of the shift only the bands that have one."""
+    bands, sampler, states = trajectory.bands, trajectory.sampler, trajectory.states
+    kept = nonzero_bands(trajectory.shift, bands)
+    meta = {
+        **sampler.as_json(),
+        "kept_bands": kept,
+        "trajectories": trajectory.trajectories,
+        "provenance": trajectory.provenance,
+        "identity": trajectory.identity,
+    }
+    tensors = {
+        "t": states.t.double(),
+        "alpha": states.alpha.double(),
+        "sigma": states.sigma.double(),
+        "shift": trajectory.shift[..., bands.coefficients(kept)].float(),
+        "gain": trajectory.gain.float(),
+        **{part: trajectory.evidence[part].double() for part in (*EVIDENCE, *TOTALS)},
+    }
+    return meta, {f"{name}.{part}": tensor for part, tensor in tensors.items()}
+
+
+def unpack(
+    meta: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str, bands: Bands, mean: Tensor
+) -> Trajectory:
+    """The trajectory, or ArtifactError if it makes no sense."""
+    have = {full.removeprefix(f"{name}."): v for full, v in tensors.items() if full.startswith(f"{name}.")}
+    coefficients = bands.coefficients(kept_bands(meta, bands))
+    count, (channels, size) = have["t"].numel() if "t" in have else 0, mean.shape
+    if count < 1 or count * channels * size * 8 > LARGEST:
+        raise ArtifactError(f"{name} has {count} states of {channels} x {size} values")
+    bounds = {
+        "t": Bounds((count,), -1e9, 1e9),
+        "alpha": Bounds((count,), 0.0, 1e6),
+        "sigma": Bounds((count,), 0.0, 1e6),
+        "shift": Bounds((count, channels, len(coefficients)), -1e9, 1e9, torch.float32),
+        "gain": Bounds((count, channels, bands.count), 1e-4, 1e4, torch.float32),
+        **{
+            part: Bounds((count, bands.count), 0.0 if part.endswith("se") else -1e12, 1e12, unknown=True)
+            for part in EVIDENCE
+        },
+        **dict.fromkeys(TOTALS, Bounds((count,), 0.0, 1e12, unknown=True)),
+    }
+    check_tensors(have, bounds)
+    shift = torch.zeros(count, channels, size, dtype=torch.float64)
+    shift[..., coefficients] = have["shift"].double()
+    guidance = meta.get("guidance")
+    if type(guidance) is not float or not abs(guidance) <= 1e4:
+        raise ArtifactError(f"the guidance of {name} is {str(guidance)[:20]}")
+    if not isinstance(meta.get("settings"), dict) or not isinstance(meta.get("provenance"), dict):
+        raise ArtifactError(f"what {name} is for makes no sense")
+    made = Trajectory(
+        Sampler(str(meta.get("solver")), whole(meta, "nfe", 1, 10**6), meta["settings"], guidance),
+        States(have["t"], have["alpha"], have["sigma"]),
+        bands,
+        mean,
+        shift,
+        have["gain"].double(),
+        {part: have[part] for part in (*EVIDENCE, *TOTALS)},
+        whole(meta, "trajectories", 1, 10**9),
+        meta["provenance"],
+    )
+    if made.identity != meta.get("identity"):
+        raise ArtifactError(f"{name} is not the one that was saved")
+    return made

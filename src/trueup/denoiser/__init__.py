@@ -1,0 +1,18 @@
+"""A network as everything else sees it: one call, its noise process and what it predicts."""
+
+from trueup.denoiser.binding import Binding
+from trueup.denoiser.denoiser import Denoiser
+from trueup.denoiser.memory import in_parts
+from trueup.denoiser.network import corrections, prediction, unwrapped
+from trueup.denoiser.weights import fingerprint, same_weights
+
+__all__ = [
+    "Binding",
+    "Denoiser",
+    "corrections",
+    "fingerprint",
+    "in_parts",
+    "prediction",
+    "same_weights",
+    "unwrapped",
+]

@@ -1,0 +1,320 @@
+"""What a network looks like to us: one call (x_t, t, y) -> eps, with its process and parametrization."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trueup.denoiser.binding import Binding, default_binding, find_binding
+from trueup.denoiser.memory import in_parts, out_of_memory
+from trueup.denoiser.network import Correcting, corrections, eagerly, prediction, unwrapped
+from trueup.denoiser.weights import fingerprint
+from trueup.errors import ModelError
+from trueup.parametrization import Parametrization
+from trueup.process import NoiseProcess
+
+
+class Denoiser:
+    """Any network with the noise it was trained on and what it predicts.
+
+    network: called as `network(x_t, t)`, or `network(x_t, t, y)` for a conditional one, with x_t (B, *shape)
+    and t (B,). call: what to call in its place, where it wants its arguments otherwise:
+    `call=lambda x_t, t: net(x_t, t / 1000)`. prediction: see `trueup.Parametrization`. shape: one sample's,
+    channels first. data_range: what the network was trained on; None means that the data are not pictures
+    (latents, say) and are not rescaled. conditional: whether it takes a label y per row; null_label is the
+    one that stands for none. autoencoder: between latents and pictures, see `trueup.hf.Autoencoder`.
+    batch_size: rows at once; found by itself, and halved when memory runs out. scheduler_config: that of the
+    diffusers scheduler the network came with; samplers of that name are set up like it.
+
+    >>> from trueup.process import ContinuousVP
+    >>> net = Denoiser(lambda x_t, t: x_t, ContinuousVP(), "noise", shape=(1, 8, 8))
+    >>> net.eps(torch.zeros(2, 1, 8, 8), torch.tensor([0.1, 0.5])).shape
+    torch.Size([2, 1, 8, 8])
+    """
+
+    def __init__(
+        self,
+        network: Callable[..., Any],
+        process: NoiseProcess,
+        prediction: Parametrization | str,
+        shape: Sequence[int],
+        *,
+        call: Callable[..., Any] | None = None,
+        data_range: tuple[float, float] | None = (-1.0, 1.0),
+        conditional: bool = False,
+        null_label: Any = None,
+        autoencoder: Any = None,
+        batch_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        scheduler_config: Mapping[str, Any] | None = None,
+        description: str | None = None,
+    ):
+        if not callable(network):
+            raise ModelError(f"a network must be callable, got {type(network).__name__}")
+        if not isinstance(process, NoiseProcess):
+            raise ModelError("process must be a NoiseProcess: see trueup.process, or pass a scheduler")
+        if isinstance(prediction, str):
+            edm = getattr(process, "sigma_data", None) if prediction.startswith("edm") else None
+            prediction = Parametrization(prediction, edm)
+        self.network, self.process, self.parametrization = network, process, prediction
+        self.shape = tuple(int(n) for n in shape) if isinstance(shape, Iterable) else (int(shape),)
+        if len(self.shape) < 2 or min(self.shape) < 1:
+            raise ModelError(f"shape is one sample's, (channels, *spatial), got {self.shape}")
+        if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+            raise ModelError(f"batch_size is a whole number of at least 1, not {batch_size!r}")
+        self.data_range, self.conditional, self.null_label = data_range, conditional, null_label
+        self.autoencoder = autoencoder
+        self.scheduler_config = None if scheduler_config is None else dict(scheduler_config)
+        self.correction: Correcting | None = None  # where the network itself cannot carry one
+        self.description = description or type(unwrapped(network)).__name__
+        self._call = call or network
+        self._device, self._dtype, self._batch_size = device, dtype, batch_size
+        self._at_once: int | None = None  # rows that fitted into memory
+        self._whole_times: bool | None = None  # None until somebody has tried
+        self._binding: Binding | types.EllipsisType | None = ...  # not yet looked for
+
+    # What it is made of ------------------------------------------------------------------------------------
+
+    def _weight(self) -> Tensor | None:
+        return next(self.network.parameters(), None) if isinstance(self.network, nn.Module) else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is now, or will run."""
+        weight = self._weight()
+        if weight is not None and weight.device.type != "meta":
+            hook = getattr(
+                unwrapped(self.network), "_hf_hook", None
+            )  # accelerate moves weights in when called
+            return torch.device(getattr(hook, "execution_device", None) or weight.device)
+        return torch.device(self._device or "cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the network is fed: what was asked for, or whatever its weights are now."""
+        weight = self._weight()
+        return self._dtype or (weight.dtype if weight is not None else torch.float32)
+
+    @property
+    def batch_size(self) -> int:
+        """How many samples to evaluate at once.
+
+        >>> from trueup.process import ContinuousVP
+        >>> Denoiser(lambda x_t, t: x_t, ContinuousVP(), "noise", shape=(3, 32, 32)).batch_size
+        8
+        """
+        if self._batch_size is not None:
+            return self._batch_size
+        values, most = (2**15, 8) if self.device.type == "cpu" else (2**21, 256)
+        fits = max(1, values // math.prod(self.shape))
+        return min(most, 2 ** int(math.log2(fits)))
+
+    def with_batch_size(self, batch_size: int | None) -> Denoiser:
+        """The same network, so many rows at once; None: as it is."""
+        if batch_size is None:
+            return self
+        other = copy.copy(self)
+        other._batch_size, other._at_once = batch_size, None
+        return other
+
+    def to(self, device: torch.device | str) -> Denoiser:
+        """Move the network; returns self."""
+        try:
+            self._device = torch.device(device)
+            if isinstance(self.network, nn.Module):
+                self.network.to(self._device)
+        except (RuntimeError, AssertionError) as error:
+            raise ModelError(f"device {device!s} cannot be used: {' '.join(str(error).split())}") from None
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Denoiser:
+        if self._call is not self.network and isinstance(self._call, (types.FunctionType, partial)):
+            raise ModelError(
+                "this Denoiser's `call` is a function that holds on to its network, and would call the "
+                "original: copy the network and make another Denoiser around it"
+            )
+        other = copy.copy(self)
+        other.network, other._call = (copy.deepcopy(v, memo) for v in (self.network, self._call))
+        return other
+
+    def fingerprint(self) -> dict[str, str]:
+        """Hashes of the weights; empty for a network without any."""
+        return fingerprint(self.network)
+
+    def identity(self) -> dict[str, Any]:
+        """What a network's samples depend on, as plain JSON values, to tell runs apart by."""
+        process = json.dumps(self.process.settings(), sort_keys=True).encode()
+        return {
+            "network": self.description,
+            "weights": self.fingerprint(),
+            "noise process": hashlib.blake2b(process, digest_size=8).hexdigest(),
+            "prediction": self.parametrization.settings(),
+            "model range": list(self.data_range) if self.data_range is not None else None,
+        }
+
+    # The one call ------------------------------------------------------------------------------------------
+
+    def eps(self, x_t: Tensor, t: Tensor | float, y: Any = None) -> Tensor:
+        """The noise the network finds in x_t (B, *shape) at t, one time or one per row; float32 or finer."""
+        output = self.predict(x_t, t, y)
+        alpha, sigma = self.process.scales(t, output)
+        return self.parametrization.to_eps(output, x_t.to(output), alpha, sigma)
+
+    def predict(self, x_t: Tensor, t: Tensor | float, y: Any = None, *, variance: bool = False) -> Tensor:
+        """The network's own output (B, C, *spatial), float32 or finer; variance: with a learned one's channels.
+
+        However many rows memory holds at once, they are evaluated; a correction that is attached is applied.
+        """
+        times = self._times(torch.as_tensor(t), len(x_t), x_t, y)
+        parts, self._at_once = in_parts(
+            lambda part: self._rows(x_t[part], times[part], None if y is None else y[part]),
+            len(x_t),
+            self._at_once,
+        )
+        output = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return output if variance else output[:, : self.shape[0]]
+
+    __call__ = predict
+
+    def _times(self, t: Tensor, rows: int, x_t: Tensor, y: Any) -> Tensor:
+        """Times as the network takes them, (B,) on its device; whole ones as integers, if it was trained so."""
+        if self.process.integer_times and t.is_floating_point():
+            on_cpu = t.device.type == "cpu"  # elsewhere looking would wait for the device
+            if (on_cpu and bool((t == t.round()).all())) or self.takes_whole_times_only(y):
+                t = t.round().to(torch.int64)
+        if t.is_floating_point():
+            t = t.to(torch.float64 if x_t.dtype == torch.float64 else torch.float32)
+        return t.to(x_t.device).reshape(-1).expand(rows)
+
+    def _rows(self, x_t: Tensor, times: Tensor, y: Any) -> Tensor:
+        args = (times, y) if self.conditional else (times,)
+        try:
+            output = prediction(self._call(x_t.to(self.dtype), *args))
+        except IndexError:
+            if y is None:
+                raise
+            raise ModelError("the network does not know one of these labels: it has fewer classes") from None
+        channels = self.shape[0]
+        if (output.shape[:1], output.shape[2:]) != (x_t.shape[:1], x_t.shape[2:]):
+            raise ModelError(
+                f"the network returned {tuple(output.shape)} for an input of {tuple(x_t.shape)}: "
+                "the batch and spatial sizes must agree"
+            )
+        if output.shape[1] not in (channels, 2 * channels):
+            raise ModelError(
+                f"the network returned {output.shape[1]} channels for {channels}: expected {channels}, "
+                f"or {2 * channels} with a learned variance"
+            )
+        output = output if output.dtype == torch.float64 else output.float()
+        if self.correction is not None and self.correction.enabled:
+            mean = self.correction.correct(output[:, :channels], x_t, times, y)  # type: ignore[attr-defined]
+            output = torch.cat([mean, output[:, channels:]], 1) if output.shape[1] > channels else mean
+        return output
+
+    # What can only be found by trying -----------------------------------------------------------------------
+
+    def takes_whole_times_only(self, y: Any = None) -> bool:
+        """Whether the network tells only whole timesteps apart (an embedding table, a cast).
+
+        >>> from trueup.process import DiscreteVP
+        >>> table = torch.nn.Embedding(1000, 1)
+        >>> net = Denoiser(lambda x_t, t: x_t + table(t.long())[..., None, None],
+        ...                DiscreteVP.linear(), "noise", shape=(1, 4, 4))
+        >>> net.takes_whole_times_only()
+        True
+        """
+        if not self.process.integer_times:
+            return False
+        if self._whole_times is None:
+            with self.evaluating(), self.bare(), torch.inference_mode():
+                self._whole_times = self._rounds(y)
+        return self._whole_times
+
+    def _rounds(self, y: Any) -> bool:
+        middle = float(self.process.t_max // 2)
+        x_t = torch.linspace(-1, 1, self.shape[-1], device=self.device).expand(1, *self.shape)
+        label = None if y is None else torch.as_tensor(y)[:1].to(self.device)
+
+        def at(t: float) -> Tensor:
+            return self._rows(x_t, torch.tensor([t], device=self.device), label)
+
+        try:
+            between = at(middle + 0.5)
+        except (RuntimeError, TypeError, IndexError) as error:  # an embedding table asked for row 499.5
+            if out_of_memory(error):
+                raise
+            return True
+        return any(torch.equal(between, at(t)) for t in (middle, middle + 1))
+
+    def binding(self, y: Any = None) -> Binding | None:
+        """Where the network's own call holds x_t and t; None if only this Denoiser can be corrected."""
+        if isinstance(self._binding, types.EllipsisType):
+            if not isinstance(self.network, nn.Module):
+                self._binding = None
+            elif self._call is self.network:
+                self._binding = default_binding(unwrapped(self.network))
+            else:
+                self._binding = self._find_binding(y)
+        return self._binding
+
+    def _find_binding(self, y: Any) -> Binding | None:
+        process = self.process
+        lam = torch.tensor([[1.5, 0.5], [-0.5, -1.5]], dtype=torch.float64)
+        low, high = float(process.lam(process.t_max)), float(process.lam(process.t_min))
+        times = process.snap(process.t_of_lam(lam.clamp(low + 1e-3, high - 1e-3)))
+        generator = torch.Generator().manual_seed(0)
+        x_t = torch.randn(2, *self.shape, generator=generator).to(self.device, self.dtype)
+        labels = None
+        if self.conditional:
+            if y is None:
+                return None
+            labels = torch.as_tensor(y)[:1].to(self.device)
+            labels = torch.cat([labels, labels])
+        told = torch.stack([self._times(t, 2, x_t, labels) for t in times])
+        with self.evaluating(), self.bare():
+            return find_binding(self.network, self._call, x_t, told, labels)  # type: ignore[arg-type]
+
+    # States it can be in ------------------------------------------------------------------------------------
+
+    @property
+    def corrected(self) -> bool:
+        """Whether a calibration is attached."""
+        return self.correction is not None or bool(corrections(self.network))
+
+    @contextmanager
+    def bare(self) -> Iterator[None]:
+        """Without the correction that may be attached."""
+        found = [*corrections(self.network), *([self.correction] if self.correction is not None else [])]
+        enabled = [correction.enabled for correction in found]
+        try:
+            for correction in found:
+                correction.enabled = False
+            with eagerly() if found else nullcontext():
+                yield
+        finally:
+            for correction, was in zip(found, enabled, strict=True):
+                correction.enabled = was
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """With the network in evaluation mode (no dropout), and back as it was afterwards."""
+        modules = list(self.network.modules()) if isinstance(self.network, nn.Module) else []
+        training = [module.training for module in modules]
+        try:
+            for module in modules:
+                module.training = False
+            yield
+        finally:
+            for module, was in zip(modules, training, strict=True):
+                module.training = was

@@ -1,0 +1,58 @@
+"""Which weights a network has: hashes that a calibration is recognised by."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trueup.denoiser.network import unwrapped
+
+_SAMPLED = 4096  # weights hashed per tensor: enough to tell checkpoints apart, quick for billions
+_COARSER = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def fingerprint(network: Any) -> dict[str, str]:
+    """Hash a network's weights as they are and as each coarser dtype would hold them.
+
+    A calibration made in float32 is then recognised by the same network in half precision. Empty for a
+    network without weights, and for one whose weights are spread over devices and cannot be seen whole.
+    """
+    network = unwrapped(network)
+    if not isinstance(network, nn.Module) or is_sharded(network):
+        return {}
+    named = ((name.replace("_orig_mod.", ""), p.detach()) for name, p in network.named_parameters())
+    parameters = sorted((pair for pair in named if pair[1].device.type != "meta"), key=lambda pair: pair[0])
+    if not parameters:
+        return {}
+    # A network in half precision, even if some of its layers are kept in float32, is known at half only.
+    halves = {p.dtype for _, p in parameters} & set(_COARSER[1:])
+    dtypes = tuple(halves) if len(halves) == 1 else _COARSER
+    return {str(dtype).removeprefix("torch."): _hash(parameters, dtype) for dtype in dtypes}
+
+
+def is_sharded(network: nn.Module) -> bool:
+    """Whether a network holds only its share of the weights (FSDP, tensor parallel)."""
+    return any("_flat_param" in name or hasattr(p, "placements") for name, p in network.named_parameters())
+
+
+def same_weights(ours: dict[str, str], theirs: dict[str, str]) -> bool:
+    """Whether two fingerprints agree at the finest dtype that both have."""
+    common = [str(d).removeprefix("torch.") for d in _COARSER]
+    common = [name for name in common if name in ours and name in theirs]
+    return bool(common) and ours[common[0]] == theirs[common[0]]
+
+
+def _hash(parameters: list[tuple[str, Tensor]], dtype: torch.dtype) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, p in parameters:
+        flat = p.reshape(-1)
+        stride = max(1, flat.numel() // _SAMPLED)
+        values = flat[::stride].to("cpu")
+        if values.is_floating_point():
+            values = values.to(dtype).to(torch.float32)
+        digest.update(f"{name}{tuple(p.shape)}".encode())
+        digest.update(values.contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,80 @@
+"""Between latents and pictures: an autoencoder of diffusers, with its scaling."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trueup.denoiser import fingerprint, in_parts, prediction
+from trueup.errors import ModelError
+from trueup.hf.loading import config_of, load_network
+
+_AT_ONCE = 16  # an autoencoder takes more memory than the network
+
+
+class Autoencoder:
+    """Pictures in -1..1 to latents in the network's own scale, and back; a directory is loaded when needed."""
+
+    def __init__(self, module: nn.Module | str | Path, device: torch.device | str | None = None):
+        if not isinstance(module, (str, Path)) and not (
+            hasattr(module, "decode") and hasattr(module, "encode")
+        ):
+            raise ModelError(f"{type(module).__name__} is no autoencoder: it has no encode and decode")
+        self._given, self._device = module, device
+
+    @cached_property
+    def module(self) -> Any:
+        """The autoencoder itself."""
+        module = load_network(Path(self._given)) if isinstance(self._given, (str, Path)) else self._given
+        if not hasattr(module, "decode"):
+            raise ModelError(f"{self._given} is no autoencoder: it has no decode")
+        return module if self._device is None else module.to(self._device)
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """Hashes of its weights."""
+        return fingerprint(self.module)
+
+    def picture_shape(self, latent: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the pictures whose latents have this one."""
+        config = config_of(self.module)
+        factor = 2 ** (len(config.get("block_out_channels", (0,))) - 1)
+        return (int(config.get("in_channels", 3)), *(factor * n for n in latent[1:]))
+
+    @torch.inference_mode()
+    def encode(self, pictures: Tensor) -> Tensor:
+        """Latents of pictures, the mean of each one's distribution."""
+        return torch.cat(in_parts(lambda part: self._encode(pictures[part]), len(pictures), _AT_ONCE)[0])
+
+    @torch.inference_mode()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pictures of latents."""
+        return torch.cat(in_parts(lambda part: self._decode(latents[part]), len(latents), _AT_ONCE)[0])
+
+    def _encode(self, pictures: Tensor) -> Tensor:
+        found = self.module.encode(pictures.to(next(self.module.parameters())))
+        distribution = getattr(found, "latent_dist", None)
+        latents = distribution.mode() if distribution is not None else getattr(found, "latents", None)
+        if latents is None:
+            latents = prediction(found)
+        scale, shift = self._scaling(latents)
+        return ((latents - shift) * scale).float()
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        latents = latents.to(next(self.module.parameters()))
+        scale, shift = self._scaling(latents)
+        return prediction(self.module.decode(latents / scale + shift)).float()
+
+    def _scaling(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Network latents are (latents - shift) * scale."""
+        config = config_of(self.module)
+        scale, shift = config.get("scaling_factor") or 1.0, config.get("shift_factor") or 0.0
+        mean, std = config.get("latents_mean"), config.get("latents_std")
+        if mean is not None and std is not None:  # per channel
+            wide = (1, -1, *[1] * (like.ndim - 2))
+            return scale / like.new_tensor(std).view(wide), like.new_tensor(mean).view(wide)
+        return like.new_tensor(scale), like.new_tensor(shift)

@@ -1,0 +1,210 @@
+"""diffusers models, pipelines and saved directories as denoisers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trueup.denoiser import Denoiser, unwrapped
+from trueup.errors import Argument, ModelError
+from trueup.files import bundled
+from trueup.hf.autoencoder import Autoencoder
+from trueup.hf.loading import config_of, load_network, names, read_json
+from trueup.hf.schedules import schedule
+from trueup.parametrization import Parametrization
+from trueup.process import NoiseProcess
+
+_NETWORKS = ("unet", "transformer")
+_TIME_NAMES = ("timestep", "timesteps", "t", "time", "sigma", "noise_labels")
+_AUTOENCODERS = ("vae", "vqvae")
+
+
+def is_pipeline(obj: Any) -> bool:
+    """Something with a denoising network and a scheduler inside."""
+    return hasattr(obj, "scheduler") and any(isinstance(getattr(obj, n, None), nn.Module) for n in _NETWORKS)
+
+
+def network_of(pipeline: Any) -> nn.Module:
+    """The denoising network of a pipeline."""
+    for name in _NETWORKS:
+        module = getattr(pipeline, name, None)
+        if isinstance(module, nn.Module):
+            return module
+    raise ModelError(f"{type(pipeline).__name__} has neither a unet nor a transformer")
+
+
+def as_denoiser(
+    model: Any,
+    *,
+    scheduler: Any = None,
+    process: NoiseProcess | None = None,
+    prediction: Parametrization | str | None = None,
+    model_range: tuple[float, float] | None = None,
+    vae: Any = None,
+    device: torch.device | str | None = None,
+    batch_size: int | None = None,
+) -> Denoiser:
+    """A denoiser from a denoiser, a pipeline, a diffusers model with its scheduler, or a saved directory.
+
+    scheduler: a diffusers scheduler, its config, or a directory holding scheduler_config.json; `process` and
+    `prediction` say the same by hand and win over it. model_range: what the network was trained on; without
+    it -1..1, and latents are taken as they are. vae: the autoencoder of a latent model, where it does not lie
+    beside it. batch_size: see `Denoiser`.
+    """
+    if isinstance(model, Denoiser):
+        if scheduler is not None or process is not None or prediction is not None:
+            raise ModelError("a Denoiser already carries its process and what it predicts")
+        model = model.to(device) if device is not None else model
+        return model.with_batch_size(batch_size)
+    opened = _open(model)
+    config = _scheduler_config(scheduler) if scheduler is not None else opened.scheduler
+    if process is None or prediction is None:
+        if config is None:
+            raise ModelError(
+                f"{_name(model)} has no scheduler, and a network alone does not say on what noise it was trained",
+                "pass the one it was trained with as {}",
+                Argument("scheduler"),
+            )
+        read_process, read_prediction = schedule(config)
+        process, prediction = process or read_process, prediction or read_prediction
+    settings = config_of(opened.network)
+    if settings.get("guidance_embeds"):
+        raise ModelError(
+            f"{settings['_class_name']} is distilled from guided outputs (guidance_embeds): they are not "
+            "conditional expectations, so there is nothing to calibrate"
+        )
+    _check_inputs(opened.network, settings["_class_name"])
+    labels = ("num_class_embeds", "num_embeds_ada_norm", "class_embed_type")
+    conditional = any(settings.get(name) for name in labels)
+    found = vae if vae is not None else opened.autoencoder
+    latent = found is not None and model_range is None
+    denoiser = Denoiser(
+        opened.network,
+        process,
+        prediction,
+        _sample_shape(settings),
+        call=_WithLabels(opened.network) if conditional else None,
+        data_range=None if latent else model_range or (-1.0, 1.0),
+        conditional=conditional,
+        null_label=settings.get("num_embeds_ada_norm"),  # DiT's has a row more than there are classes
+        autoencoder=found if isinstance(found, Autoencoder) or not latent else Autoencoder(found, device),
+        batch_size=batch_size,
+        scheduler_config=config,
+        description=str(settings["_class_name"]),
+    )
+    return denoiser.to(device) if device is not None else denoiser
+
+
+class _WithLabels:
+    """A diffusers network called with labels; an object, so that copies call the copied network."""
+
+    def __init__(self, network: nn.Module):
+        self.network = network
+
+    def __call__(self, x_t: Tensor, t: Tensor, y: Tensor) -> Any:
+        return self.network(x_t, t, class_labels=y)
+
+
+def _check_inputs(network: nn.Module, name: str) -> None:
+    """Refuse networks that are not called as (x_t, t), or that need what only the caller can supply."""
+    parameters = list(inspect.signature(unwrapped(network).forward).parameters.values())
+    second = parameters[1].name if len(parameters) > 1 else "missing"
+    if second not in _TIME_NAMES:
+        raise ModelError(
+            f"{name} cannot be called as network(x_t, t): its second argument is {second}, not the time. "
+            "Wrap it in a trueup.Denoiser whose `call` knows its arguments"
+        )
+    required = {p.name for p in parameters[2:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    needed = (required | {"encoder_hidden_states"}) - {"class_labels"}  # text is optional in name only
+    more = [p.name for p in parameters if p.name in needed]
+    if more:
+        raise ModelError(
+            f"{name} takes more than a sample, a time and a label ({', '.join(more)}): wrap it in a "
+            "trueup.Denoiser whose `call` passes them"
+        )
+
+
+def _sample_shape(config: Mapping[str, Any]) -> tuple[int, ...]:
+    size, channels = config.get("sample_size"), config.get("in_channels")
+    if size is None or channels is None:
+        raise ModelError(
+            f"{config.get('_class_name')} does not state its sample size: "
+            "wrap it in a trueup.Denoiser with shape="
+        )
+    if config.get("out_channels") not in (None, channels, 2 * channels):
+        raise ModelError(
+            f"{config.get('_class_name')} takes {channels} channels and returns {config['out_channels']}: "
+            "the others are a condition. Wrap it in a trueup.Denoiser whose `call` passes them"
+        )
+    spatial = (size, size) if isinstance(size, int) else tuple(size)
+    if config.get("_class_name") == "UNet1DModel" and isinstance(size, int):
+        spatial = (size,)
+    return (int(channels), *spatial)
+
+
+def _name(model: Any) -> str:
+    return str(model) if isinstance(model, (str, Path)) else type(model).__name__
+
+
+class _Opened(NamedTuple):
+    network: nn.Module
+    scheduler: dict[str, Any] | None  # its config
+    autoencoder: Any  # what a latent model's is made from, or None
+
+
+def _open(model: Any) -> _Opened:
+    if isinstance(model, (str, Path)):
+        return _load(bundled(model))
+    if is_pipeline(model):
+        found = config_of(model.scheduler) if model.scheduler is not None else None
+        autoencoder = next((v for n in _AUTOENCODERS if (v := getattr(model, n, None)) is not None), None)
+        return _Opened(network_of(model), found, autoencoder)
+    config = getattr(model, "config", None)
+    if isinstance(model, nn.Module) and isinstance(config, Mapping):
+        return _Opened(model, None, None)
+    raise ModelError(
+        f"cannot read {type(model).__name__} as a diffusion model: pass a diffusers pipeline, model or "
+        "directory, or wrap your network as trueup.Denoiser(network, process, prediction, shape)"
+    )
+
+
+def _scheduler_config(scheduler: Any) -> dict[str, Any]:
+    if isinstance(scheduler, Mapping):
+        return dict(scheduler)
+    if isinstance(scheduler, (str, Path)):
+        path = Path(scheduler)
+        return read_json(path / "scheduler_config.json" if path.is_dir() else path)
+    if hasattr(scheduler, "config"):
+        return config_of(scheduler)
+    raise ModelError(f"cannot read a noise schedule from {type(scheduler).__name__}")
+
+
+def _load(path: Path) -> _Opened:
+    if not path.is_dir():
+        raise ModelError(
+            f"{path} is not a directory: expected what save_pretrained writes (a name on the Hub must be "
+            "downloaded first)"
+        )
+    if (path / "model_index.json").exists():
+        index = read_json(path / "model_index.json")
+        component = next((n for n in _NETWORKS if names(index, n)), None)
+        if component is None:
+            raise ModelError(f"{path}/model_index.json names neither a unet nor a transformer")
+        # Some pipelines, the original DDPM ones among them, keep every file in one directory.
+        network = load_network(path / component if (path / component).is_dir() else path)
+        places = (path / "scheduler", path)
+        home, wanted = path, [n for n in _AUTOENCODERS if names(index, n)]
+    elif (path / "config.json").exists():
+        network = load_network(path)
+        places = (path, path.parent / "scheduler")
+        home, wanted = path.parent, [n for n in _AUTOENCODERS if (path.parent / n / "config.json").exists()]
+    else:
+        raise ModelError(f"{path} has neither model_index.json nor config.json: not a diffusers directory")
+    found = next((p for place in places if (p := place / "scheduler_config.json").exists()), None)
+    autoencoder = home / wanted[0] if wanted else None
+    return _Opened(network, read_json(found) if found is not None else None, autoencoder)

@@ -1,0 +1,6 @@
+"""Images: folders, arrays, tensors, datasets, iterables -> samples in the model's range."""
+
+from trueup.images.images import Images, as_images
+from trueup.images.samples import Batch, Samples, open_images
+
+__all__ = ["Batch", "Images", "Samples", "as_images", "open_images"]

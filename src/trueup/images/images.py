@@ -1,0 +1,66 @@
+"""What images to use, and how each becomes a sample: the argument that every command shares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trueup.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Images from anywhere. Nothing happens to them that is not asked for.
+
+    source: a folder, .npy or .npz (images under `image`, labels under `label`), an array (n, ...), a torch or
+    Hugging Face dataset, any iterable; of images, of (image, label) pairs or of rows with columns so named.
+    count: use so many, picked at random (the same ones for the same seed; of a stream the first); None: all.
+    resize: None (sizes must match), "shorter" (shorter side to the model's size, aspect kept) or "exact"
+    (both sides), bicubic with antialiasing. crop: None or "center". flip: mirror every second sample, picked
+    by its index, for networks trained with random flips. data_range: the range of floating point input, for
+    instance (0, 1); 8-bit images are always 0..255. labels: one per image, where the source has none. groups:
+    what belongs together (frames of a video, crops of a picture), a key per image or a function of its index:
+    images of a group never vouch for each other. offset: added to every index; shards of one data set need
+    indices of their own, since an image's noise is that of its index. skip_bad: leave out what is unusable.
+
+    >>> Images("photos", count=200, resize="shorter", crop="center").count
+    200
+    """
+
+    source: Any
+    count: int | None = None
+    resize: str | None = None
+    crop: str | None = None
+    flip: bool = False
+    data_range: tuple[float, float] | None = None
+    labels: Sequence[Any] | None = None
+    groups: Sequence[Any] | Callable[[int], Any] | None = None
+    offset: int = 0
+    seed: int = 0
+    skip_bad: bool = False
+
+    def __post_init__(self) -> None:
+        if self.count is not None and (not isinstance(self.count, int) or self.count < 1):
+            raise DataError(f"count is a whole number of at least 1, not {self.count!r}")
+        if not isinstance(self.offset, int) or self.offset < 0:
+            raise DataError(f"offset is a whole number of at least 0, not {self.offset!r}")
+        if self.resize not in (None, "shorter", "exact"):
+            raise DataError(f"resize is None, 'shorter' or 'exact', not {self.resize!r}")
+        if self.crop not in (None, "center"):
+            raise DataError(f"crop is None or 'center', not {self.crop!r}")
+        if self.data_range is not None:
+            finite = len(self.data_range) == 2 and all(map(math.isfinite, self.data_range))
+            if not finite or self.data_range[0] >= self.data_range[1]:
+                raise DataError(f"data_range is (low, high) with low < high, not {self.data_range!r}")
+
+    def transform(self) -> dict[str, Any]:
+        """How an image becomes a sample, as plain values."""
+        data_range = None if self.data_range is None else list(self.data_range)
+        return {"resize": self.resize, "crop": self.crop, "flip": self.flip, "data_range": data_range}
+
+
+def as_images(data: Any, count: int | None = None) -> Images:
+    """Images from images, or `count` of anything that holds some."""
+    return data if isinstance(data, Images) else Images(data, count=count)

@@ -1,0 +1,365 @@
+"""Reading images: one at a time, in a fixed order, handed on in batches; nothing else is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from trueup.errors import Argument, DataError, ImageError
+from trueup.images.images import as_images
+from trueup.images.sources import (
+    channels_first,
+    is_indexed,
+    open_source,
+    picture_to_array,
+    read_image,
+    refuse_other_depths,
+    split_row,
+    to_tensor,
+    upright,
+)
+from trueup.noise import hashed, mix
+
+if TYPE_CHECKING:
+    from trueup.denoiser import Denoiser
+
+_RESIZE = (
+    "pass {} (and {}) or {}",
+    (
+        Argument("resize", "shorter"),
+        Argument("crop", "center"),
+        Argument("resize", "exact"),
+    ),
+)
+
+
+@dataclass
+class Batch:
+    """Samples with their positions in the data, and their labels where the data has them."""
+
+    index: Tensor  # (B,) int64, global
+    x0: Tensor  # (B, *shape) float32
+    y: Tensor | None
+    digests: Tensor  # (B,) int64, of what was read
+    group: Tensor | None = None  # (B,) int64 keys
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def rows(self, part: slice) -> Batch:
+        """Some of them."""
+        return Batch(*(None if v is None else v[part] for v in self._parts()))  # type: ignore[arg-type]
+
+    def _parts(self) -> tuple[Tensor | None, ...]:
+        return self.index, self.x0, self.y, self.digests, self.group
+
+    def to(self, device: torch.device) -> Batch:
+        """On another device; digests stay where they are."""
+        parts = self.index, self.x0, self.y, None, self.group
+        moved = [None if v is None else v.to(device) for v in parts]
+        return Batch(moved[0], moved[1], moved[2], self.digests, moved[4])  # type: ignore[arg-type]
+
+
+def open_images(data: Any, denoiser: Denoiser, *, count: int | None = None, exact: bool = False) -> Samples:
+    """`Images`, or `count` of anything that holds some, as samples of a model."""
+    return Samples(
+        as_images(data, count),
+        denoiser.shape,
+        denoiser.data_range,
+        autoencoder=denoiser.autoencoder if denoiser.data_range is None else None,
+        exact=exact,
+    )
+
+
+class Samples:
+    """Batches of samples of one shape out of anything that holds images.
+
+    >>> data = Samples(torch.zeros(5, 1, 4, 4, dtype=torch.uint8), (1, 4, 4), (-1.0, 1.0))
+    >>> [(len(batch), float(batch.x0.mean())) for batch in data.batches(3)]
+    [(3, -1.0), (2, -1.0)]
+    """
+
+    def __init__(
+        self,
+        images: Any,
+        shape: Sequence[int],
+        model_range: tuple[float, float] | None,
+        *,
+        autoencoder: Any = None,
+        exact: bool = False,
+    ):
+        self.images = images = as_images(images)
+        self.exact = exact  # whether pictures must be what they seem: 8 bits per channel, all of one kind
+        self.eight_bit: bool | None = None  # what the samples read so far were, before scaling
+        self.skipped: list[str] = []  # what was wrong with each sample left out
+        self.duplicates = 0  # samples that had been read before, and were not used again
+        self.shape, self.model_range = tuple(shape), model_range
+        self.autoencoder = autoencoder  # makes latents of pictures
+        self.source, self.labels, self.name = open_source(images.source)
+        if images.labels is not None:
+            self.labels = images.labels
+        self.indexed = is_indexed(self.source)
+        self._check_lengths()
+        self.signed = False  # whether float samples have shown that they use the model's range
+        self._once = enumerate(self._unbatched()) if isinstance(self.source, Iterator) else None
+        self._position = 0  # how far a generator was read
+
+    def _check_lengths(self) -> None:
+        for name, values in (("labels", self.labels), ("groups", self.images.groups)):
+            known = self.indexed and hasattr(values, "__len__")
+            if known and len(values) != len(self.source):  # type: ignore[arg-type]
+                raise DataError(
+                    f"{self.name} holds {len(self.source)} images, and there are {len(values)} {name}"
+                )  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        """How many samples will be used, bad ones included; raises TypeError for a stream."""
+        if not self.indexed:
+            raise TypeError(f"{self.name} is a stream: it does not say how many samples it holds")
+        return min(len(self.source), self.images.count or len(self.source))
+
+    def expected(self, limit: int | None = None) -> int | None:
+        """How many samples there will be, if that can be known."""
+        known = [n for n in (len(self) if self.indexed else None, self.images.count, limit) if n is not None]
+        return min(known) if known else None
+
+    def batches(
+        self,
+        size: int,
+        *,
+        skip: Collection[int] = (),
+        without: Collection[int] = (),
+        limit: int | None = None,
+        unique: bool = False,
+    ) -> Iterator[Batch]:
+        """As many samples as were asked for, `limit` at most, in batches.
+
+        skip: indices that are done with, and count. without: digests of images not to use. unique: an image
+        that was read before is not used again. A stream is read from its beginning each time, a generator on
+        from where it was left. A sample that cannot be used raises, or with skip_bad is noted in `skipped`.
+        """
+        if size < 1:
+            raise DataError(f"a batch holds at least one sample, not {size}")
+        rows: list[tuple[int, Tensor, Any, int]] = []
+        left = self.images.count if self.images.count is not None else math.inf
+        left = min(left - len(skip), math.inf if limit is None else limit)
+        seen = set(without)
+        for index, item in self._items() if left > 0 else ():
+            if index + self.images.offset in skip:
+                continue
+            image, label = split_row(item)
+            if self.labels is not None:
+                label = self.labels[index]
+            try:
+                x0, digest = self._sample(image, index)
+            except DataError as error:
+                if not self.images.skip_bad:
+                    raise
+                self.skipped.append(str(error))
+                continue
+            if digest in seen:
+                self.duplicates += digest not in without
+                continue
+            if unique:
+                seen.add(digest)
+            rows.append((index, x0, label, digest))
+            left -= 1
+            if len(rows) == size or left <= 0:
+                yield self._batch(rows)
+                rows = []
+            if left <= 0:
+                break
+        if rows:
+            yield self._batch(rows)
+
+    def at(self, index: int) -> Batch:
+        """One sample, by its global index, of data that is not a stream."""
+        own = index - self.images.offset
+        image, label = split_row(self.source[own])
+        x0, digest = self._sample(image, own)
+        return self._batch([(own, x0, label if self.labels is None else self.labels[own], digest)])
+
+    def _items(self) -> Iterator[tuple[int, Any]]:
+        if self.indexed:
+            for index in self._order():
+                yield index, self.source[index]
+        elif self._once is not None:
+            if self._position:
+                raise DataError(
+                    f"{self.name} can be read only once, and {self._position} samples of it are gone: "
+                    "pass a list or a dataset instead"
+                )
+            for index, item in self._once:
+                self._position = index + 1
+                yield index, item
+        else:
+            yield from enumerate(self._unbatched())
+
+    def _order(self) -> Any:
+        """All indices; where only some images are used, in an order that is drawn, and always the same."""
+        total = len(self.source)
+        if self.images.count is None:
+            return range(total)
+        return hashed(torch.arange(total), mix(self.images.seed)).argsort(stable=True).tolist()
+
+    def _unbatched(self) -> Iterator[Any]:
+        """A stream may yield samples or, as a DataLoader does, batches of them."""
+        for item in self.source:
+            image, label = split_row(item)
+            if isinstance(image, (Tensor, np.ndarray)) and image.ndim == len(self.shape) + 1:
+                labelled = isinstance(label, (list, tuple)) or getattr(label, "ndim", 0) > 0
+                if labelled and len(label) != len(image):
+                    raise DataError(f"a batch of {self.name} has {len(image)} images, {len(label)} labels")
+                yield from zip(image, label if labelled else [None] * len(image), strict=True)
+            else:
+                yield image, label
+
+    def _batch(self, rows: list[tuple[int, Tensor, Any, int]]) -> Batch:
+        own, samples, labels, digests = zip(*rows, strict=True)
+        try:
+            y = None if any(label is None for label in labels) else torch.as_tensor(np.asarray(labels))
+        except (TypeError, ValueError):  # names, boxes: nothing a network takes as its class
+            y = None
+        group = None
+        if self.images.groups is not None:
+            keys = self.images.groups
+            found = [keys(i) if callable(keys) else keys[i] for i in own]
+            group = torch.tensor([_digest(repr(_plain(key)).encode()) for key in found])
+        x0 = torch.stack(samples)
+        if self.autoencoder is not None and x0.shape[1:] != self.shape:
+            x0 = self.autoencoder.encode(x0).cpu()
+        return Batch(torch.tensor(own) + self.images.offset, x0, y, torch.tensor(digests), group)
+
+    def _sample(self, image: Any, index: int) -> tuple[Tensor, int]:
+        """One image as a sample, and the digest of what was read."""
+        where = getattr(image, "filename", None) or f"sample {index} of {self.name}"
+        if isinstance(image, (str, Path)):
+            where, image = str(image), read_image(Path(image))
+        elif isinstance(image, Image.Image):
+            image = upright(image)
+        if not isinstance(image, Image.Image):
+            image = to_tensor(image, where)
+        shape, model_range = self.shape, self.model_range
+        picture = isinstance(image, Image.Image) or image.dtype == torch.uint8
+        if self.autoencoder is not None and picture:  # it will be encoded
+            shape, model_range = self.autoencoder.picture_shape(self.shape), (-1.0, 1.0)
+        if isinstance(image, Image.Image):
+            if self.exact:
+                refuse_other_depths(image, where)
+            image = to_tensor(picture_to_array(image, shape[0], where), where)
+        array = channels_first(image, shape, where)
+        digest = _digest(array.contiguous().numpy().tobytes())
+        if self.exact:
+            self._note_depth(array.dtype == torch.uint8, where)
+        if tuple(array.shape) != shape:
+            array = self._resize(array, shape, where)
+        x0 = self._scale(array, model_range, where)
+        if not torch.isfinite(x0).all():
+            raise ImageError(f"{where} holds values that are not finite")
+        if self.images.flip and mix(index + self.images.offset) & 1:
+            x0 = x0.flip(-1)
+        return x0, digest
+
+    def _note_depth(self, eight_bit: bool, where: str) -> None:
+        if self.eight_bit is not None and self.eight_bit != eight_bit:
+            kinds = ("floating point", "8-bit")
+            raise DataError(
+                f"{where} is {kinds[eight_bit]}, the samples before it are {kinds[not eight_bit]}: "
+                "a likelihood is that of one or of the other"
+            )
+        self.eight_bit = eight_bit
+
+    def _resize(self, array: Tensor, shape: tuple[int, ...], where: str) -> Tensor:
+        size, wanted = tuple(array.shape[1:]), shape[1:]
+        resize, crop = self.images.resize, self.images.crop
+        if len(wanted) != 2 or array.dtype != torch.uint8:
+            raise ImageError(f"{where} is {size}, the model takes {wanted}: resize it before handing it over")
+        if resize is None and crop is None:
+            advice, arguments = _RESIZE
+            text = f"{where} is {size[0]}x{size[1]}, the model takes {wanted[0]}x{wanted[1]}"
+            raise DataError(text, advice, *arguments)
+        planes = [Image.fromarray(plane.numpy()) for plane in array]
+        height, width = size
+        if resize == "exact":
+            height, width = wanted
+        elif resize == "shorter":
+            factor = max(wanted[0] / height, wanted[1] / width)
+            height, width = max(wanted[0], round(height * factor)), max(wanted[1], round(width * factor))
+        if (height, width) != size:
+            planes = [plane.resize((width, height), Image.Resampling.BICUBIC) for plane in planes]
+        if crop == "center" and height >= wanted[0] and width >= wanted[1]:
+            top, left = (height - wanted[0]) // 2, (width - wanted[1]) // 2
+            planes = [plane.crop((left, top, left + wanted[1], top + wanted[0])) for plane in planes]
+        out = torch.stack([torch.from_numpy(np.array(plane)) for plane in planes])
+        if tuple(out.shape) != shape:
+            text = f"{where} is {out.shape[1]}x{out.shape[2]} after {{}} and {{}}; the model takes "
+            arguments = Argument("resize", resize), Argument("crop", crop)
+            raise ImageError(text.format(*arguments) + f"{wanted[0]}x{wanted[1]}")
+        return out
+
+    def _scale(self, array: Tensor, model_range: tuple[float, float] | None, where: str) -> Tensor:
+        if model_range is None:
+            if array.dtype == torch.uint8:
+                raise DataError(
+                    f"{where} is an 8-bit picture, and the model takes latents: encode it with the model's "
+                    "autoencoder first (a pipeline, or a directory with its vae beside it, does that itself)"
+                )
+            return array.to(torch.float32)
+        if array.dtype == torch.uint8:
+            low, high = 0.0, 255.0
+        elif array.is_floating_point():
+            x0 = array.to(torch.float32)
+            if self.images.data_range is None:
+                self._refuse_ambiguous(x0, where)
+                low, high = model_range
+            else:
+                low, high = self.images.data_range
+            slack = 1e-3 * (high - low)
+            if float(x0.min()) < low - slack or float(x0.max()) > high + slack:
+                raise DataError(
+                    f"{where} spans {float(x0.min()):.3g}..{float(x0.max()):.3g}, outside {low:g}..{high:g}",
+                    "say what range it is in with {}; data that are no pictures (latents, fields) take a "
+                    "Denoiser with data_range=None",
+                    Argument("data_range"),
+                )
+        else:
+            raise DataError(f"{where} holds {array.dtype} values; expected 8-bit or floating point")
+        bottom, top = model_range
+        if (low, high) == (bottom, top):
+            return array.to(torch.float32)  # not even rounded
+        return (array.to(torch.float32) - low) * ((top - bottom) / (high - low)) + bottom
+
+    def _refuse_ambiguous(self, x0: Tensor, where: str) -> None:
+        """A float image without a single value below zero is most likely in [0, 1], but we cannot know.
+
+        Unless one before it went far below zero, farther than resampling takes images in [0, 1].
+        """
+        assert self.model_range is not None
+        low, high = self.model_range
+        self.signed = self.signed or float(x0.min()) < low / 2
+        if low < 0 and not self.signed and float(x0.min()) >= 0 and float(x0.max()) <= high:
+            raise DataError(
+                f"{where} is floating point with no value below 0, and the model takes {low:g}..{high:g}",
+                "pass {}, or {} if that is how it is meant",
+                Argument("data_range", (0, 1)),
+                Argument("data_range", (low, high)),
+            )
+
+
+def _digest(content: bytes) -> int:
+    """A 64-bit digest."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+
+
+def _plain(key: Any) -> Any:
+    """A numpy or torch number as a Python one, so that equal keys are one group."""
+    return key.tolist() if hasattr(key, "tolist") else key
