@@ -15,7 +15,7 @@ from diffusers import (
 
 from trueup.errors import ModelError
 from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow, NoiseProcess, from_settings
-from trueup.schedules import schedule
+from trueup.hf import schedule
 
 
 def zero_snr(steps: int = 1000) -> DiscreteVP:
