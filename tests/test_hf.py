@@ -27,10 +27,9 @@ from safetensors.torch import load_file, save_file
 
 from trueup.denoiser import Denoiser
 from trueup.errors import ModelError
-from trueup.hf import as_denoiser, is_diffusers_model, is_pipeline, network_of
+from trueup.hf import Autoencoder, as_denoiser, is_pipeline, network_of, schedule
 from trueup.parametrization import Parametrization
 from trueup.process import EDM, DiscreteVP, Flow
-from trueup.schedules import schedule
 
 from tiny import tiny_unet
 
@@ -311,7 +310,6 @@ def test_a_pipeline_is_a_denoiser():
 def test_a_model_with_its_scheduler_is_a_denoiser(scheduler, tmp_path):
     DDIMScheduler(beta_end=0.01).save_pretrained(tmp_path)
     unet = tiny_unet()
-    assert is_diffusers_model(unet)
     denoiser = as_denoiser(unet, scheduler=scheduler(tmp_path))
     assert denoiser.network is unet
     assert denoiser.process.agrees_with(DiscreteVP.linear(beta_end=0.01))
@@ -326,7 +324,7 @@ def test_a_scheduler_given_by_hand_wins_over_the_pipelines():
     denoiser = as_denoiser(pipeline, process=process)
     assert denoiser.process is process
     assert denoiser.parametrization.name == "noise"
-    assert as_denoiser(tiny_unet(), process=process, parametrization="data").parametrization.name == "data"
+    assert as_denoiser(tiny_unet(), process=process, prediction="data").parametrization.name == "data"
 
 
 def test_a_denoiser_stays_what_it_is():
@@ -454,7 +452,7 @@ def without_scheduler() -> DDPMPipeline:
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        (tiny_unet, {}, "UNet2DModel has no scheduler.*pass scheduler=, or process= and parametrization="),
+        (tiny_unet, {}, "UNet2DModel has no scheduler.*pass the one it was trained with as scheduler"),
         (without_scheduler, {}, "DDPMPipeline has no scheduler"),
         (tiny_unet, {"scheduler": 3}, "cannot read a noise schedule from int"),
         (tiny_unet, {"process": DiscreteVP.linear()}, "no scheduler"),
@@ -521,7 +519,7 @@ def test_a_saved_model_finds_its_scheduler_inside_or_beside_it(saved, tmp_path):
     check(as_denoiser(saved / "unet"))
     alone = tmp_path / "alone"
     shutil.copytree(saved / "unet", alone)
-    with pytest.raises(ModelError, match=r"alone has no scheduler.*pass scheduler="):
+    with pytest.raises(ModelError, match=r"alone has no scheduler.*as scheduler"):
         as_denoiser(alone)
     check(as_denoiser(alone, scheduler=saved / "scheduler"))
     shutil.copy(saved / "scheduler" / "scheduler_config.json", alone)

@@ -152,14 +152,14 @@ def _line(values: list[Any], times: Tensor) -> tuple[float, float] | None:
             return None
         rows.append(value.detach().flatten().cpu().double())
     told, t = torch.cat(rows), times.flatten().cpu().double()
-    scale = float((told[0] - told[-1]) / (t[0] - t[-1]))
+    span, rounding = float(t[0] - t[-1]), _ROUNDING * float(told.abs().max())
+    scale = float(told[0] - told[-1]) / span if span else 0.0
     if scale == 0 or not math.isfinite(scale):
         return None
     whole = 1 / round(1 / scale) if abs(scale) < 1 else float(round(scale))  # most likely what was meant
-    if abs(scale - whole) <= _CLOSE * abs(whole):
+    if abs(scale - whole) <= _CLOSE * abs(whole) + 2 * rounding / abs(span):
         scale = whole
     offset = float((told - scale * t).mean())
-    rounding = _ROUNDING * float(told.abs().max())
     if abs(offset - round(offset)) <= 4 * rounding:
         offset = float(round(offset))
     close = _CLOSE * ((scale * t).abs() + abs(offset)) + rounding

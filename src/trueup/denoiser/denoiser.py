@@ -73,8 +73,6 @@ class Denoiser:
         self.shape = tuple(int(n) for n in shape) if isinstance(shape, Iterable) else (int(shape),)
         if len(self.shape) < 2 or min(self.shape) < 1:
             raise ModelError(f"shape is one sample's, (channels, *spatial), got {self.shape}")
-        if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
-            raise ModelError(f"batch_size is a whole number of at least 1, not {batch_size!r}")
         self.data_range, self.conditional, self.null_label = data_range, conditional, null_label
         if autoencoder is not None and not hasattr(autoencoder, "picture_shape"):
             raise ModelError("wrap the autoencoder, so that its scaling is known: trueup.hf.Autoencoder(vae)")
@@ -83,7 +81,7 @@ class Denoiser:
         self.correction: Correcting | None = None  # where the network itself cannot carry one
         self.description = description or type(unwrapped(network)).__name__
         self._call = call or network
-        self._device, self._dtype, self._batch_size = device, dtype, batch_size
+        self._device, self._dtype, self._batch_size = device, dtype, _checked(batch_size)
         if device is not None:
             self.to(device)
         self._at_once: int | None = None  # rows that fitted into memory
@@ -131,7 +129,7 @@ class Denoiser:
         if batch_size is None:
             return self
         other = copy.copy(self)
-        other._batch_size, other._at_once = batch_size, None
+        other._batch_size, other._at_once = _checked(batch_size), None
         return other
 
     def to(self, device: torch.device | str) -> Denoiser:
@@ -263,14 +261,16 @@ class Denoiser:
         def at(t: float) -> Tensor:
             return self._rows(x_t, torch.tensor([t], device=self.device), label)
 
-        whole = [at(t) for t in (middle, middle + 1)]  # first: what fails here has nothing to do with times
+        below, above = at(middle), at(middle + 1)  # first: what fails here has nothing to do with times
+        if torch.equal(below, above):  # it does not look at the time
+            return False
         try:
             between = at(middle + 0.5)
         except (RuntimeError, TypeError, IndexError, ModelError) as error:  # a table asked for row 499.5
             if out_of_memory(error):
                 raise
             return True
-        return any(torch.equal(between, output) for output in whole)
+        return torch.equal(between, below) or torch.equal(between, above)
 
     def binding(self, y: Any = None) -> Binding | None:
         """Where the network's own call holds x_t and t; None if only this Denoiser can be corrected."""
@@ -329,6 +329,12 @@ class Denoiser:
         finally:
             for module, was in zip(modules, training, strict=True):
                 module.training = was
+
+
+def _checked(batch_size: int | None) -> int | None:
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        raise ModelError(f"batch_size is a whole number of at least 1, not {batch_size!r}")
+    return batch_size
 
 
 def _encloses(function: Any) -> bool:
