@@ -7,7 +7,6 @@ known, and everything else (calibrating, sampling with DPM-Solver, files, likeli
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -155,6 +154,6 @@ def from_settings(settings: Mapping[str, Any]) -> NoiseProcess:
 
 
 def check_sigmas(sigma_min: float, sigma_max: float) -> None:
-    """Raise unless 0 < sigma_min < sigma_max."""
-    if not 0 < sigma_min < sigma_max < math.inf:
+    """Raise unless 0 < sigma_min < sigma_max, neither of them beyond all data."""
+    if not 0 < sigma_min < sigma_max < 1e12:
         raise ModelError(f"needs 0 < sigma_min < sigma_max, got {sigma_min} and {sigma_max}")
