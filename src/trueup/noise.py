@@ -33,7 +33,8 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts int64 arithmetically
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix_each(x: Tensor) -> Tensor:
+    """`mix` of every entry of an int64 tensor, as signed numbers."""
     x = (x ^ _shift_right(x, 30)) * _signed(_MIX[0])
     x = (x ^ _shift_right(x, 27)) * _signed(_MIX[1])
     return x ^ _shift_right(x, 31)
@@ -68,10 +69,10 @@ def normals(
     samples, levels = samples.to(where, torch.int64), levels.to(where, torch.int64)
     count = math.prod(shape)
     pairs = (count + 1) // 2
-    streams = _mix(levels ^ _signed(mix(seed + _GOLDEN)))
-    rows = _mix(samples * _signed(_GOLDEN) + streams[:, None])  # (L, B)
+    streams = mix_each(levels ^ _signed(mix(seed + _GOLDEN)))
+    rows = mix_each(samples * _signed(_GOLDEN) + streams[:, None])  # (L, B)
     index = torch.arange(pairs, device=where, dtype=torch.int64) * _signed(_GOLDEN)
-    bits = _mix(_mix(rows[..., None] + index))  # (L, B, pairs)
+    bits = mix_each(mix_each(rows[..., None] + index))  # (L, B, pairs)
     radius = (_shift_right(bits, 32) + 1).to(torch.float32).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
     angle = (bits & 0xFFFFFFFF).to(torch.float32).mul_(2 * math.pi * 2.0**-32)  # Box-Muller
     both = torch.cat([radius * angle.cos(), radius * angle.sin()], dim=2)[..., :count]
