@@ -1,14 +1,32 @@
-"""Writing files so that nothing is lost: to a temporary file first, then renamed into place."""
+"""Files that can be trusted: written whole or not at all, and read only if nothing in them was changed.
+
+Everything we keep (calibrations, moments, runs, references) is one .safetensors file with a JSON text that
+says its kind, format and checksum. Numbers and strings of a file are believed only within bounds.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-import tempfile
+import secrets
+from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
-from trueup.errors import TrueupError
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+from torch import Tensor
 
+from trueup.errors import ArtifactError, TrueupError
+
+FORMAT = 3  # of all kinds; 1 and 2 were never released
 BUNDLED = Path(__file__).parent / "bundled"
+_LARGEST_NUMBER = 2.0**53  # whole numbers beyond are not what JSON readers agree on
+_LONGEST_TEXT = 1000
+_DEEPEST = 6
 
 
 def bundled(name: str | Path) -> Path:
@@ -24,10 +42,122 @@ def bundled(name: str | Path) -> Path:
     return BUNDLED / known[name] if name in known else Path(name)
 
 
+def printable(text: str) -> str:
+    r"""A text that does nothing to a terminal but appear.
+
+    >>> printable("a\x1b[2Jb\nc")
+    'a\\x1b[2Jb\\nc'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def line(error: BaseException, longest: int = 200) -> str:
+    """What an error says, on one line."""
+    return printable(" ".join(str(error).split()))[:longest]
+
+
+def save_tensors(
+    path: str | PathLike[str], kind: str, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Write tensors and plain values as one file; what `load_tensors` would refuse is refused here."""
+    try:
+        plain = json.loads(json.dumps(dict(meta), allow_nan=False, default=_plain))
+        plain = {**_escaped(plain), "kind": kind, "format": FORMAT}
+        _check_values(plain)
+        # Copies: tensors that share memory cannot be written.
+        held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        plain["checksum"] = _checksum(held, plain)
+        content = to_bytes(held, {"trueup": json.dumps(plain, sort_keys=True)})
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, ArtifactError) as error:
+        raise ArtifactError(f"cannot write {path}: {line(error)}") from None
+    write(Path(path), content, ArtifactError)
+
+
+def load_tensors(path: str | PathLike[str], kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The values and tensors of a file of ours; anything damaged, changed or unknown raises ArtifactError."""
+    path = Path(path)
+    if path.is_dir():
+        raise ArtifactError(f"{path} is a directory, not a file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            raw = (file.metadata() or {}).get("trueup")
+            if raw is None:
+                raise ArtifactError(f"{path} is not a file of trueup's")
+            meta = json.loads(raw, parse_constant=_refuse_constant)
+            if not isinstance(meta, dict) or not isinstance(meta.get("format"), int):
+                raise ArtifactError(f"{path} has unreadable metadata")
+            if meta["format"] != FORMAT:
+                other = "upgrade trueup" if meta["format"] > FORMAT else "make it again"
+                raise ArtifactError(f"{path} has format {meta['format']}, this trueup reads {FORMAT}: {other}")
+            if meta.get("kind") != kind:
+                raise ArtifactError(f"{path} holds {printable(str(meta.get('kind')))[:40]}, not {kind}")
+            # Copies: what safe_open returns stays tied to the file, and changes or crashes with it.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        if meta.pop("checksum", None) != _checksum(tensors, meta):
+            raise ArtifactError(f"{path}: its checksum does not match: the file was damaged or edited")
+        try:
+            _check_values(meta)
+        except ArtifactError as error:
+            raise ArtifactError(f"{path}: {error}") from None
+    except FileNotFoundError:
+        raise ArtifactError(f"{path} does not exist") from None
+    except (SafetensorError, OSError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise ArtifactError(f"{path} cannot be read: {line(e)}") from None
+    return meta, tensors
+
+
+def _checksum(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
+    digest = hashlib.blake2b(json.dumps(meta, sort_keys=True).encode(), digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.flatten().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _check_values(value: Any, name: str = "metadata", depth: int = 0) -> None:
+    """Raise for anything in a file's JSON that no file of ours has."""
+    if depth > _DEEPEST:
+        raise ArtifactError(f"{name} is nested too deeply")
+    if isinstance(value, dict):
+        for key, part in value.items():
+            _check_values(key, "a name in its metadata", depth + 1)
+            _check_values(part, key, depth + 1)
+    elif isinstance(value, list):
+        for part in value:
+            _check_values(part, name, depth + 1)
+    elif isinstance(value, str):
+        if len(value) > _LONGEST_TEXT or not value.isprintable():
+            raise ArtifactError(f"{printable(name)[:40]} is a text that is too long or not printable")
+    elif isinstance(value, (int, float)) and not abs(value) <= _LARGEST_NUMBER:
+        raise ArtifactError(f"{name} is {str(value)[:20]}, out of range")
+
+
+def _escaped(value: Any) -> Any:
+    """The same, with every text printable and not too long."""
+    if isinstance(value, dict):
+        return {printable(key): _escaped(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_escaped(part) for part in value]
+    return printable(value)[:_LONGEST_TEXT] if isinstance(value, str) else value
+
+
+def _plain(value: Any) -> Any:
+    """A numpy or torch number as a Python one."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} {value!r} cannot be written as JSON")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
 def write(path: Path, content: bytes, error: type[TrueupError] = TrueupError) -> None:
     """Replace `path` by `content`, on the disk before the old file is gone; failures raise `error`."""
+    temporary = path.parent / f".{path.name}.tmp-{secrets.token_hex(4)}"
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.tmp-")
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the user's umask
     except OSError as reason:
         raise error(f"cannot write {path}: {reason.strerror or reason}") from None
     try:
@@ -35,16 +165,13 @@ def write(path: Path, content: bytes, error: type[TrueupError] = TrueupError) ->
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(name).chmod(0o666 & ~umask)  # mkstemp files are private; ours are not secrets
-        Path(name).replace(path)
+        temporary.replace(path)
         _sync_directory(path.parent)
     except OSError as reason:
-        Path(name).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise error(f"cannot write {path}: {reason.strerror or reason}") from None
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -62,8 +189,36 @@ def _sync_directory(folder: Path) -> None:
         os.close(handle)
 
 
-def lock(folder: Path) -> int | None:
-    """Hold a folder for this process alone until the handle is closed; None where that cannot be done."""
+class Folder:
+    """A folder of ours, made if need be and held by this process alone until `release`."""
+
+    def __init__(self, path: str | PathLike[str]):
+        self.path = Path(path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._handle: int | None = _lock(self.path)
+        except OSError as error:
+            raise TrueupError(f"cannot use {self.path}: {error.strerror or error}") from None
+        for leftover in self.path.glob(".*.tmp-*"):  # of a process that was killed
+            leftover.unlink(missing_ok=True)
+
+    def release(self) -> None:
+        """Let others use it; done by itself when the process ends, however it does."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def _lock(folder: Path) -> int | None:
     try:
         import fcntl
     except ImportError:  # not on Windows
@@ -77,9 +232,3 @@ def lock(folder: Path) -> int | None:
     except OSError:  # a file system that cannot lock
         pass
     return handle
-
-
-def remove_leftovers(path: Path) -> None:
-    """Delete temporary files of `write` that a killed process left beside `path`."""
-    for leftover in path.parent.glob(f".{path.name}.tmp-*"):
-        leftover.unlink(missing_ok=True)

@@ -1,0 +1,79 @@
+"""Progress of long work: a bar in a terminal, a line every half minute in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+SECONDS = 30.0  # between two lines of a log
+
+
+class Progress:
+    """`with Progress(total, "measuring") as bar: bar.update(8)`; total None: not known.
+
+    show: False is silent; None shows a bar where standard error is a terminal (or a notebook), else lines.
+    """
+
+    def __init__(
+        self,
+        total: float | None,
+        description: str,
+        *,
+        unit: str = "eval",
+        done: float = 0,
+        show: bool | None = None,
+    ):
+        self.total, self.description, self.unit, self.show = total, description, unit, show
+        self.first = self.done = done
+        self.bar: Any = None
+
+    def __enter__(self) -> Progress:
+        notebook = "ipykernel" in sys.modules
+        if self.show or (self.show is None and (sys.stderr.isatty() or notebook)):
+            from tqdm.auto import tqdm as in_notebook
+            from tqdm.std import tqdm
+
+            self.bar = (in_notebook if notebook else tqdm)(
+                total=self.total,
+                initial=self.first,
+                desc=self.description,
+                unit=self.unit,
+                file=None if notebook else sys.stderr,
+            )
+        self.started = self.said = time.monotonic()
+        return self
+
+    def update(self, more: float) -> None:
+        """So much more is done."""
+        self.done += more
+        if self.bar is not None:
+            self.bar.update(round(self.done, 1) - self.bar.n)
+        elif self.show is None and time.monotonic() - self.said >= SECONDS:
+            self.said = time.monotonic()
+            print(self._line(), file=sys.stderr, flush=True)
+
+    def _line(self) -> str:
+        elapsed = time.monotonic() - self.started
+        rate = (self.done - self.first) / elapsed if elapsed > 0 else 0.0
+        text = f"{self.description}: {self.done:.0f}"
+        if self.total is not None:
+            text += f" of {self.total:.0f} {self.unit}s ({100 * self.done / self.total:.0f}%)"
+        text += f", {rate:.3g} {self.unit}/s"
+        if self.total is not None and rate > 0:
+            text += f", {_clock((self.total - self.done) / rate)} left"
+        return text
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def _clock(seconds: float) -> str:
+    """
+    >>> _clock(3725)
+    '1:02:05'
+    """
+    minutes, seconds = divmod(round(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
