@@ -13,7 +13,7 @@ import trueup
 from trueup.data import Samples
 from trueup.denoiser import Denoiser
 from trueup.estimate.confirm import score
-from trueup.estimate.statistics import mean_and_error
+from trueup.statistics import mean_and_error
 from trueup.evaluation import build_reference, image_maker
 from trueup.hf import as_denoiser
 from trueup.metrics import (

@@ -9,7 +9,7 @@ from torch import nn
 import trueup
 from trueup.analytic import GaussianMixture
 from trueup.estimate.moments import Moments
-from trueup.estimate.statistics import squared_norm, student_cdf, student_quantile, threshold
+from trueup.statistics import squared_norm, student_cdf, student_quantile, threshold
 from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow
 
 PROCESS = ContinuousVP()

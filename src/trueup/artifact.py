@@ -23,12 +23,15 @@ from trueup.errors import ArtifactError, TrueupError
 from trueup.files import write
 from trueup.parametrization import Parametrization
 from trueup.process import from_settings
+from trueup.statistics import Number
 from trueup.trajectory.maps import find
 from trueup.trajectory.stored import pack, unpack
 
 FORMAT = 2
-_PER_LEVEL = ("loss", "loss_se", "eta2", "eta2_se", "eta2_low", "eta2_high", "gain", "gain_se", "shift_se")
-_NAMES = ("t", "lam", "b", "a", "d", "scale", "data_mean", "data_variance")
+_NUMBERS = ("loss", "eta2", "gain")
+_PARTS = ("value", "error", "low", "high")
+_PER_LEVEL = (*(f"{name}.{part}" for name in _NUMBERS for part in _PARTS), "shift_se")
+_NAMES = ("t", "lam", "b", "a", "d", "support", "scale", "data_mean", "data_variance")
 _SINCE_2 = ("data_variance_se",)
 _LARGEST = 2**33  # bytes of one tensor in memory; anything larger is not a calibration
 _NONSENSE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -49,11 +52,13 @@ def save(calibration: Calibration, path: str | PathLike[str]) -> None:
         "b": correction.b[..., coefficients],
         "a": correction.a,
         "d": correction.d,
+        "support": torch.ones(len(correction.lam) - 1, bands.count) if correction.support is None else correction.support,
         "scale": evidence.scale,
         "data_mean": calibration.data_mean,
         "data_variance": calibration.data_variance,
         "data_variance_se": calibration.data_variance_se,
-        **{f"evidence.{name}": getattr(evidence, name) for name in _PER_LEVEL},
+        **{f"evidence.{n}.{part}": getattr(getattr(evidence, n), part) for n in _NUMBERS for part in _PARTS},
+        "evidence.shift_se": evidence.shift_se,
     }
     trajectories = []
     for i, trajectory in enumerate(calibration.trajectories):
@@ -77,8 +82,8 @@ def save(calibration: Calibration, path: str | PathLike[str]) -> None:
         "kept_bands": kept,
         "images": evidence.images,
         "folds": evidence.folds,
-        "bound_gain": [_json_float(v) for v in evidence.bound_gain],
-        "shift_bound_gain": [_json_float(v) for v in evidence.shift_bound_gain],
+        "bound_gain": _json_number(evidence.bound_gain),
+        "shift_bound_gain": _json_number(evidence.shift_bound_gain),
         "data_images": calibration.data_images,
         "data_fingerprint": calibration.data_fingerprint,
         "provenance": calibration.provenance,
@@ -164,6 +169,7 @@ def _build(meta: dict[str, Any], tensors: dict[str, Tensor]) -> Calibration:
         "a": (levels, channels, bands.count),
         "d": (levels, channels, bands.count),
         "scale": (levels, bands.count),
+        "support": (levels - 1, bands.count),
         "data_variance": (channels, bands.count),
         **{f"evidence.{name}": (levels,) for name in _PER_LEVEL},
     }
@@ -187,9 +193,10 @@ def _build(meta: dict[str, Any], tensors: dict[str, Tensor]) -> Calibration:
         folds=_count(meta, "folds"),
         dimensions=channels * size,
         scale=tensors["scale"].double(),
-        bound_gain=_floats(meta["bound_gain"], 2),
-        shift_bound_gain=_floats(meta["shift_bound_gain"], 3),
-        **{name: tensors[f"evidence.{name}"] for name in _PER_LEVEL},
+        bound_gain=Number(*_floats(meta["bound_gain"], 4)),
+        shift_bound_gain=Number(*_floats(meta["shift_bound_gain"], 4)),
+        shift_se=tensors["evidence.shift_se"],
+        **{n: Number(*(tensors[f"evidence.{n}.{part}"] for part in _PARTS)) for n in _NUMBERS},
     )
     images = _count(meta, "data_images")
     variance, mean = tensors["data_variance"].double(), tensors["data_mean"].double()
@@ -208,7 +215,9 @@ def _build(meta: dict[str, Any], tensors: dict[str, Tensor]) -> Calibration:
     if any(find(trajectories[:i], made.sampler) for i, made in enumerate(trajectories)):
         raise ArtifactError("two of its trajectories are for one sampler")
     return Calibration(
-        correction=Correction(lam, b, tensors["a"].double(), tensors["d"].double(), bands),
+        correction=Correction(
+            lam, b, tensors["a"].double(), tensors["d"].double(), bands, tensors["support"].double().clamp(0, 1)
+        ),
         t=t,
         shape=shape,
         evidence=evidence,
@@ -269,8 +278,9 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def _json_float(value: float) -> float | None:
-    return None if math.isnan(value) else value
+def _json_number(number: Number) -> list[float | None]:
+    values = (getattr(number, part) for part in _PARTS)
+    return [None if math.isnan(value) else value for value in values]
 
 
 def _floats(values: list[float | None], count: int) -> Any:

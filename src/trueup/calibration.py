@@ -13,9 +13,9 @@ from torch import Tensor
 
 from trueup.correction import Correction
 from trueup.denoiser import same_weights
-from trueup.number import Number
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess, from_settings
+from trueup.statistics import Number, trapezoid_weights
 
 if TYPE_CHECKING:
     from trueup.trajectory import Trajectory
@@ -25,38 +25,22 @@ FEWEST_IMAGES = 20  # fewer cannot say that there is nothing to correct
 
 @dataclass(eq=False, repr=False)
 class Evidence:
-    """What was measured, with standard errors. Losses and gains are in eps space, summed over a sample.
+    """What was measured. Losses and gains are in eps space, summed over a sample.
 
     gain is what the correction takes off E|eps_hat - eps|^2 on images it was not fitted on. eta2 is the
     unbiased size of the mean residual, whether or not it is corrected. bound gains are in nats.
     """
 
     images: int
-    folds: int
+    folds: int  # of the level that has fewest
     dimensions: int
-    loss: Tensor  # (L,)
-    loss_se: Tensor
-    eta2: Tensor  # (L,)
-    eta2_se: Tensor
-    eta2_low: Tensor  # 95% interval
-    eta2_high: Tensor
-    gain: Tensor  # (L,)
-    gain_se: Tensor
+    loss: Number  # (L,)
+    eta2: Number  # (L,)
+    gain: Number  # (L,)
+    bound_gain: Number  # of this correction
+    shift_bound_gain: Number  # of the ideal constant shift
     shift_se: Tensor  # (L,) standard error of the unshrunk mean residual, as the norm of a map
     scale: Tensor  # (L, bands) share of what was held out that was confirmed and is in the final fit
-    bound_gain: tuple[float, float]  # of this correction, with its standard error
-    shift_bound_gain: tuple[float, float, float]  # of the ideal constant shift, with a 95% interval
-
-    @property
-    def quantile(self) -> float:
-        """How many standard errors make a 95% interval, given the folds behind them."""
-        from trueup.estimate.statistics import student_quantile
-
-        return student_quantile(0.975, max(self.folds - 1, 1))
-
-    def interval(self, value: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-        """A 95% interval."""
-        return value - self.quantile * error, value + self.quantile * error
 
     def bits_per_dim(self, nats: float) -> float:
         """Nats per sample as bits per dimension."""
@@ -130,12 +114,10 @@ class Calibration:
         The score matching loss is the denoising loss less a constant nobody can measure, so this is a lower
         bound on the share of the score matching loss.
         """
-        from trueup.estimate.statistics import trapezoid_weights
-
         weights = trapezoid_weights(self.correction.lam)
         if len(weights) == 1:
             weights = torch.ones_like(weights)
-        return float((weights * self.evidence.gain).sum() / (weights * self.evidence.loss).sum())
+        return float((weights * self.evidence.gain.value).sum() / (weights * self.evidence.loss.value).sum())
 
     @property
     def uncalibration(self) -> Number:
@@ -144,9 +126,8 @@ class Calibration:
         That is the bound's diffusion term; what a decoder gains comes on top. Unknown (nan) where too few
         images could have confirmed a correction.
         """
-        nats, error = self.evidence.bound_gain if self._confirmable else (math.nan, math.nan)
-        reach = self.evidence.quantile * error
-        return Number(nats, nats - reach, nats + reach).scaled(self.evidence.bits_per_dim(1.0))
+        found = self.evidence.bound_gain if self._confirmable else Number(math.nan)
+        return found.scaled(self.evidence.bits_per_dim(1.0))
 
     @property
     def _confirmable(self) -> bool:
@@ -156,46 +137,51 @@ class Calibration:
     @property
     def uncalibration_share(self) -> Number:
         """The same as a share of the score matching loss, of which it is at least that (see `explained`)."""
-        from trueup.estimate.statistics import trapezoid_weights
-
         e, weights = self.evidence, trapezoid_weights(self.correction.lam)
-        loss = float((weights * e.loss).sum())
+        loss = float((weights * e.loss.value).sum())
         if not self._confirmable:
-            return Number(math.nan, math.nan, math.nan)
+            return Number(math.nan)
         if len(weights) == 1 or not loss > 0:
-            return Number(self.explained(), math.nan, math.nan)
+            return Number(self.explained())
         # Levels share their images, so their errors are taken to add up, not to cancel.
-        share, relative = e.bound_gain[0] / loss, float((weights * e.loss_se).sum()) / loss
-        reach = e.quantile * math.hypot(e.bound_gain[1] / loss, share * relative)
-        return Number(share, share - reach, share + reach)
+        share, relative = e.bound_gain.value / loss, float((weights * e.loss.error).sum()) / loss
+        return Number.of(share, math.hypot(e.bound_gain.error / loss, share * relative), e.folds)
 
     def verdict(self) -> str:
         """What to make of it, in one or two sentences."""
-        e = self.evidence
-        nats, error = e.bound_gain
+        e, bits = self.evidence, self.uncalibration
         if self.family == "none":
             return "the network is left as it is."
         if not self._confirmable:
-            count = f"{e.images} image{'s' * (e.images > 1)}"
-            return f"{count} cannot confirm a correction: use {FEWEST_IMAGES} or more."
+            return f"{_count(e.images, 'image')} cannot confirm a correction: use {FEWEST_IMAGES} or more."
         if self.empty:
             return "calibrated within noise: nothing to do."
         removed = 100 * self.explained()
-        if math.isnan(nats):
+        if math.isnan(bits.value):
+            at_level = e.gain[0]
+            if at_level.sign < 0:
+                return f"WORSE: this correction adds {-removed:.2g}% to the loss measured; do not attach it."
+            if not at_level.sign:
+                return f"no sure gain: the loss measured falls by {removed:.2g}%, within noise."
             return f"miscalibrated: correcting it removes {removed:.2g}% of the loss at the level measured."
-        gain = f"{e.bits_per_dim(nats):.2g} ± {e.bits_per_dim(e.quantile * error):.1g} bits/dim"
-        if nats <= e.quantile * error:
+        gain = f"{bits.value:.2g} ± {bits.reach:.1g} bits/dim"
+        if bits.sign < 0:
+            return f"WORSE: this correction changes the likelihood bound by {gain}; do not attach it."
+        if not bits.sign:
             return f"no sure gain: the likelihood bound moves by {gain}, within noise."
         if removed < 1e-6:
             return "off by rounding alone: nothing to do."
         if removed < 0.01:
             return f"off by a measurable but negligible amount: correcting it gains {gain}."
-        share = f"at least {removed:.2g}% of the score matching loss"
-        return f"miscalibrated: correcting it removes {share} and raises the likelihood bound by {gain}."
+        return (
+            f"miscalibrated: correcting it lowers the denoising loss, by at least {removed:.2g}% of the score "
+            f"matching loss, and raises the likelihood bound by {gain}. Whether samples get better is for "
+            "`trueup evaluate` to say."
+        )
 
     def summary(self) -> str:
         """A table of what was measured at every level, the totals, and the verdict."""
-        e, z = self.evidence, self.evidence.quantile
+        e = self.evidence
         heads = ("t", "lam", "loss", "|mean residual|^2", "held-out gain", "of loss")
         widths = (9, 7, 10, 24, 18, 8)
         lines = [
@@ -204,22 +190,21 @@ class Calibration:
             " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)),
         ]
         for row in range(len(self.t)):
-            loss, gain = float(e.loss[row]), float(e.gain[row])
+            loss, gain = float(e.loss.value[row]), e.gain[row]
+            share = gain.value / loss if loss else math.nan
             lines.append(
                 f"{float(self.t[row]):9.4g} {float(self.correction.lam[row]):7.2f} {loss:10.4g} "
-                f"{_range(float(e.eta2[row]), float(e.eta2_low[row]), float(e.eta2_high[row])):>24} "
-                f"{_pm(gain, z * float(e.gain_se[row])):>18} {percent(gain / loss if loss else math.nan):>8}"
+                f"{_range(e.eta2[row]):>24} {_pm(gain):>18} {percent(share):>8}"
             )
-        nats, error = e.bound_gain
-        bits, share = self.uncalibration, self.uncalibration_share.scaled(100)
+        bits, share_of_loss = self.uncalibration, self.uncalibration_share.scaled(100)
         lines += [
             "",
             "loss: E|eps_hat - eps|^2 summed over a sample; intervals and ± are 95%",
-            f"gain of the likelihood bound: {_pm(nats, z * error)} nats",
+            f"gain of the likelihood bound: {_pm(e.bound_gain)} nats",
             "uncalibration score: unknown"
             if math.isnan(bits.value)
-            else f"uncalibration score: {_pm(bits.value, bits.reach)} bits/dim of the bound, at least "
-            f"{_pm(share.value, share.reach)}% of the score matching loss",
+            else f"uncalibration score: {_pm(bits)} bits/dim of the bound, at least "
+            f"{_pm(share_of_loss)}% of the score matching loss",
         ]
         if self.generated:
             lines.append("measured on the model's own samples: errors that these share with it do not show")
@@ -240,18 +225,18 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _pm(value: float, error: float) -> str:
-    if math.isnan(value):
+def _pm(number: Number) -> str:
+    if math.isnan(number.value):
         return "unknown"
-    if math.isnan(error):
-        return f"{value:.3g} ± unknown"
-    return f"{value:.3g} ± {error:.2g}"
+    if math.isnan(number.low):
+        return f"{number.value:.3g} ± unknown"
+    return f"{number.value:.3g} ± {number.reach:.2g}"
 
 
-def _range(value: float, low: float, high: float) -> str:
-    if math.isnan(value):
+def _range(number: Number) -> str:
+    if math.isnan(number.value):
         return "unknown"
-    return f"{value:.3g} ({max(low, 0.0):.2g} to {max(high, 0.0):.2g})"
+    return f"{number.value:.3g} ({max(number.low, 0.0):.2g} to {max(number.high, 0.0):.2g})"
 
 
 def percent(share: float) -> str:

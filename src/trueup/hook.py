@@ -51,9 +51,9 @@ class CorrectOutput:
         self.empty = calibration.empty
         if self.empty:
             return
-        correction = calibration.correction
+        correction = calibration.correction.refined()
         bands = correction.bands
-        nodes = _nodes(calibration)
+        nodes = _nodes(calibration, correction.lam)
         self.boundaries = 0.5 * (nodes[1:] + nodes[:-1])
         self.boundary_list: list[float] = self.boundaries.tolist()
         process, parametrization = calibration.process, calibration.parametrization
@@ -188,19 +188,21 @@ def _like(raw: Any, corrected: Tensor) -> Any:
     return raw
 
 
-def _nodes(calibration: Calibration) -> Tensor:
-    """Times to tabulate: dense in lam over the calibrated range, with every whole timestep exact.
+def _nodes(calibration: Calibration, lam: Tensor) -> Tensor:
+    """Times to tabulate: dense over the lam where something is corrected, with every whole timestep exact.
 
-    Outside that range the correction stays what it is at the end, in the network's own output space.
+    Outside the process's own times the correction stays what it is at the end, in the network's output space.
     """
-    process, lam = calibration.process, calibration.correction.lam
-    nodes = process.t_of_lam(torch.linspace(float(lam[0]), float(lam[-1]), _NODES, dtype=torch.float64))
+    process = calibration.process
+    times = torch.tensor([process.t_min, process.t_max], dtype=torch.float64)
+    top, bottom = process.lam(times).tolist()
+    high, low = min(float(lam[0]), top), max(float(lam[-1]), bottom)
+    nodes = process.t_of_lam(torch.linspace(high, low, _NODES, dtype=torch.float64))
     exact = calibration.t
     if process.integer_times:
         whole = torch.arange(math.ceil(process.t_min), math.floor(process.t_max) + 1, dtype=torch.float64)
-        exact = torch.cat([exact, whole[(whole >= exact[0]) & (whole <= exact[-1])]])
-    nodes = nodes.clamp(float(calibration.t[0]), float(calibration.t[-1]))
-    return torch.unique(torch.cat([nodes, exact]))
+        exact = torch.cat([exact, whole])
+    return torch.unique(torch.cat([nodes, exact]).clamp(process.t_min, process.t_max))
 
 
 @lru_cache

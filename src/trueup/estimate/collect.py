@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trueup.correction import LEVEL_SPACING
 from trueup.data import Samples, Transform
 from trueup.denoiser import Denoiser, carries_correction
 from trueup.errors import DataError, ModelError
@@ -21,7 +22,6 @@ from trueup.estimate.run import Run
 from trueup.hf import as_denoiser
 from trueup.process import NoiseProcess
 
-LEVEL_SPACING = 0.4  # in lam; docs/results.md shows what interpolating over it costs
 _CHEAP = 0.1  # seconds: a checkpoint that takes no longer is written after every batch
 _SAVING = 10.0  # others when so many times as long was spent measuring
 
@@ -62,7 +62,6 @@ def measure(
     levels: Sequence[float] | Tensor | None = None,
     mean_images: int = 0,
     seed: int = 0,
-    antithetic: bool = False,
     batch_size: int | None = None,
     resize: str | None = None,
     crop: str | None = None,
@@ -100,7 +99,7 @@ def measure(
     transform = Transform(resize, crop, flip, data_range)
     samples = Samples(data, denoiser.shape, denoiser.data_range, transform, skip_bad)
     seed = int(seed)
-    fresh = _empty(denoiser, levels, seed, antithetic, edges, transform)
+    fresh = _empty(denoiser, levels, seed, edges, transform)
     if hasattr(data, "origin"):  # not data but samples, see `trueup.generate`
         fresh.provenance["generated"] = data.origin
     with Run(run) if run is not None else nullcontext() as kept:
@@ -159,7 +158,7 @@ def _measure(
             + (f" that can be used: {samples.skipped[0]}" if samples.skipped else "")
         )
     for batch in samples.batches(256, samples.position, limit=mean_images):
-        moments.add_data(batch)
+        moments.add_samples(batch.index, batch.x0, batch.digests, y=batch.y, mean_only=True)
     moments.skipped = samples.skipped
     return moments
 
@@ -168,28 +167,22 @@ def _empty(
     denoiser: Denoiser,
     levels: Sequence[float] | Tensor | None,
     seed: int,
-    antithetic: bool,
     edges: Sequence[float] | None,
     transform: Transform,
 ) -> Moments:
     process = denoiser.process
     t = check_levels(process, levels)
     return Moments.empty(
+        process,
         t,
-        process.lam(t),
-        process.alpha(t),
-        process.sigma(t),
         denoiser.shape,
         edges=edges,
-        draws=2 if antithetic else 1,
         provenance={
             "model": denoiser.description,
             "weights": denoiser.fingerprint(),
-            "process": process.settings(),
             "parametrization": denoiser.parametrization.settings(),
             "data_range": list(denoiser.data_range) if denoiser.data_range else None,
             "seed": seed,
-            "antithetic": antithetic,
             "transform": {"resize": transform.resize, "crop": transform.crop, "flip": transform.flip},
         },
     )
@@ -204,7 +197,7 @@ class _Progress:
         except TypeError:
             available = None
         known = [n for n in (available, images) if n is not None]
-        self.each = moments.levels * moments.draws
+        self.each = moments.levels
         self.total = min(known) * self.each if known else None
         self.done = moments.images * self.each
         self.show = sys.stderr.isatty() if show is None else show

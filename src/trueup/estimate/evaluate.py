@@ -60,8 +60,7 @@ def add_batch(
         rows = Batch(index[part], x0[part], None if y is None else y[part])
         size = _add_rows(moments, denoiser, rows, seed, levels, 0, size)
         done = part.stop
-    moments.count_rows(batch.index)
-    moments.add_data(batch)
+    moments.add_samples(batch.index, batch.x0, batch.digests, y=batch.y)
     return size
 
 
@@ -105,23 +104,23 @@ def _add_levels(
     alpha, sigma, keys, times = (v[which] for v in levels)
     noise = normals(seed, rows.index, keys, denoiser.shape, denoiser.device)  # (l, B, C, *spatial)
     times = times[:, None].expand(-1, len(rows.x0))
-    results = []
-    for sign in (1.0, -1.0)[: moments.draws]:
-        eps = sign * noise if moments.draws > 1 else noise
-        x_t = alpha * rows.x0 + sigma * eps  # equation 1
-        outputs = [denoiser(*at_level, rows.y).float() for at_level in zip(x_t, times, strict=True)]
-        with torch.autocast(denoiser.device.type, enabled=False):
-            eps_hat = denoiser.parametrization.to_eps(torch.stack(outputs), x_t, alpha, sigma)
-            results.append((eps_hat, eps, x_t / sigma))
+    x_t = alpha * rows.x0 + sigma * noise  # equation 1
+    outputs = [denoiser(*at_level, rows.y).float() for at_level in zip(x_t, times, strict=True)]
+    count = len(outputs)
+    level = torch.arange(which.start, which.start + count, device=denoiser.device)
     with torch.autocast(denoiser.device.type, enabled=False):
+        eps_hat = denoiser.parametrization.to_eps(torch.stack(outputs), x_t, alpha, sigma)
         moments.add(
-            which, rows.index.repeat(len(results)), *(torch.cat(v, 1) for v in zip(*results, strict=True))
+            level.repeat_interleave(len(rows.index)),
+            rows.index.repeat(count),
+            *(v.flatten(0, 1) for v in (eps_hat, noise, x_t / sigma)),
+            y=None if rows.y is None or not moments.classes else rows.y.repeat(count),
         )
 
 
 def check_finite(moments: Moments) -> None:
     """Raise if the network returned nonsense. Waits for the device, so it is asked once a batch, late."""
-    finite = torch.isfinite(moments.second).all(-1).all(-1).all(-1).all(0).cpu()
+    finite = torch.isfinite(moments.second).flatten(3).all(3).all(0).all(0).cpu()
     if not finite.all():
         t = float(moments.t[~finite][0])
         raise ModelError(f"the network returned values that are not finite at t = {t:g}")

@@ -20,13 +20,11 @@ from safetensors.torch import save as to_bytes
 
 from trueup.data import Batch, Samples, digests
 from trueup.errors import DataError, TrueupError
-from trueup.estimate.moments import Moments
-from trueup.files import remove_leftovers, write
+from trueup.estimate.moments import LEVELS, SUMS, Moments
+from trueup.files import write
 
 FORMAT = 1
-_SUMS = ("rows", "first", "second", "data_first", "data_second")
-_LEVELS = ("t", "lam", "alpha", "sigma")
-_COUNTS = ("images", "draws", "data_rows", "data_digest")
+_COUNTS = ("mean_only", "data_digest")
 _LOOKED_AT = 16  # images read again on resuming, to see that the data is still the same
 
 
@@ -81,7 +79,7 @@ class Run:
             if meta["format"] != FORMAT:
                 raise TrueupError(f"{self.folder} was made by another version of trueup: use a new directory")
             other = _differences(meta["settings"], _settings(fresh))
-            shapes = {name: getattr(fresh, name).shape for name in (*_SUMS, *_LEVELS)}
+            shapes = {name: getattr(fresh, name).shape for name in (*SUMS, *LEVELS)}
             if not other and {n: v.shape for n, v in tensors.items() if n in shapes} != shapes:
                 raise ValueError("its sums have the wrong shape")
             self.indices, self.digests = (array("q", tensors[n].tolist()) for n in ("indices", "digests"))
@@ -100,7 +98,7 @@ class Run:
         samples.signed = signed
         self._check_data(samples)
         samples.skipped, samples.position = list(self.skipped), self.position
-        for name in _SUMS:
+        for name in (*SUMS, "indices", "digests"):
             setattr(fresh, name, tensors[name])
         for name in _COUNTS:
             setattr(fresh, name, meta["counts"][name])
@@ -114,7 +112,7 @@ class Run:
 
     def save(self, moments: Moments, batch_size: int, samples: Samples) -> None:
         """Replace the checkpoint."""
-        names = (*_SUMS, *_LEVELS)
+        names = (*SUMS, *LEVELS)
         tensors = {name: getattr(moments, name).to("cpu", copy=True).contiguous() for name in names}
         tensors["indices"] = torch.tensor(self.indices, dtype=torch.int64)
         tensors["digests"] = torch.tensor(self.digests, dtype=torch.int64)
@@ -172,7 +170,6 @@ def _settings(moments: Moments) -> dict[str, Any]:
         "sample shape": moments.shape,
         "set of levels": moments.t.tolist(),
         "set of bands": moments.bands.edges,
-        "number of draws": moments.draws,
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings))
     return plain

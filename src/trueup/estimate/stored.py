@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trueup import files
 from trueup.bands import Bands
 from trueup.errors import ArtifactError, TrueupError
 from trueup.estimate.moments import LEVELS, PAIRS, SUMS, Moments
+from trueup.files import line, load_tensors, save_tensors
 from trueup.process import from_settings
 
 KIND = "moments"
@@ -34,24 +33,23 @@ def save(moments: Moments, path: str | PathLike[str]) -> None:
         "skipped": list(moments.skipped),
         "provenance": moments.provenance,
     }
-    # Copies: squares may share its memory with rows, and such tensors cannot be written.
-    tensors = {name: getattr(moments, name).to("cpu", copy=True).contiguous() for name in _TENSORS}
+    tensors = {name: getattr(moments, name).cpu() for name in _TENSORS}
     try:
         build(meta, tensors)
     except (TrueupError, *_NONSENSE) as error:
-        raise ArtifactError(f"cannot save these moments: {error}") from None
-    files.save_tensors(Path(path), KIND, meta, tensors)
+        raise ArtifactError(f"cannot save these moments: {line(error)}") from None
+    save_tensors(path, KIND, meta, tensors)
 
 
 def load(path: str | PathLike[str]) -> Moments:
     """Read moments, and check every number in them."""
-    meta, tensors = files.load_tensors(Path(path), KIND)
+    meta, tensors = load_tensors(path, KIND)
     try:
         return build(meta, tensors)
     except ArtifactError as error:
         raise ArtifactError(f"{path}: {error}") from None
     except (TrueupError, *_NONSENSE) as error:
-        raise ArtifactError(f"{path} is damaged: {' '.join(str(error).split())[:200]}") from None
+        raise ArtifactError(f"{path} is damaged: {line(error)}") from None
 
 
 def build(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Moments:
