@@ -81,7 +81,8 @@ def levels_with(denoiser: Denoiser, extra=FINDINGS_LEVELS) -> torch.Tensor:
 
 def gains(held_out, correction) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss a correction removes per level on held-out images, with its standard error."""
-    return mean_and_error(score(held_out, correction).gain().sum(2), held_out.rows)
+    held_out = held_out.used()
+    return mean_and_error(score(held_out, correction).gain().sum(2), held_out.rows[0])
 
 
 class Quality:

@@ -19,6 +19,7 @@ ONCE = 2.4  # a band must be this much surer still at one level at least: there 
 LEVEL = 2.0  # standard errors by which all bands together must have gained at a level
 RAMP = 0.2  # a condition counts in full when it is met by so much more
 FADE = 0.3  # standard errors of a coefficient's mean: smaller corrections have less of a say at other levels
+NOTHING = 0.03  # standard errors of a coefficient's mean that are as good as no correction
 LEAST_NOISE = 0.05  # of pooled evidence, whose noise is otherwise near 1: nothing at all is not sure
 WIDTH = 0.8  # lam over which held-out evidence is pooled
 
@@ -42,7 +43,8 @@ def score(moments: Moments, correction: Correction, residual: Tensor | None = No
     residual where it meets the constant part: same expectation, less noise.
     """
     moments, bands = moments.pooled(), moments.bands
-    b, a, d = correction.b, correction.a, correction.d  # (L, C, K), (L, C, bands) twice
+    b, a = correction.b, correction.a  # (L, C, K), (L, C, bands)
+    d = correction.d + a * moments.filter_gain[:, None, None]  # a eps_hat + d u = a departure + this u
     r, o, u = (moments.first[0, :, :, i] for i in range(3))  # (F, L, C, K)
     _, ro, ru, oo, ou, uu = (moments.second[0, :, :, i] for i in range(6))  # (F, L, C, bands)
     rows = moments.rows[0, :, :, None, None]
@@ -68,7 +70,7 @@ def confirmed_scale(held: HeldOut, moments: Moments) -> Tensor:
     (1 - (z/t)^2)+, with t the product's t statistic over folds: zero until the evidence passes z. Every
     condition is a ramp that starts where it is met, so that what is not confirmed is zero and nothing jumps.
     """
-    rows, bands = moments.rows[0], moments.bands  # (F, L)
+    rows = moments.rows[0]  # (F, L)
     n, folds = rows.sum(0), (rows > 0).sum(0)
     share = (rows / n)[..., None]  # (F, L, 1)
     # Without a true correction, what fold f gains from g and g from f is one number seen twice: the 2.
@@ -80,8 +82,8 @@ def confirmed_scale(held: HeldOut, moments: Moments) -> Tensor:
     deviation = held.product - share * held.product.sum(0)
     # In units of its noise, so that no level drowns its neighbours; a correction that is small next to what a
     # coefficient's mean is known to fades from them.
-    one_coefficient = moments.second[0, :, :, 0].sum((0, 2)) / (n[:, None] * moments.shape[0] * bands.sizes)
-    unit = (error(deviation).square() + (FADE * one_coefficient).square()).sqrt().clamp_min(1e-300)
+    fade = FADE * one_coefficient(moments)
+    unit = (error(deviation).square() + fade.square()).sqrt().clamp_min(1e-300)
     weights = kernel_weights(moments.lam, WIDTH)
     total, square = (weights @ (part.sum(0) / unit) for part in (held.product, held.square))
     noise = error(torch.einsum("ij,fjb->fib", weights, deviation / unit))
@@ -114,7 +116,12 @@ def realised_scale(held: HeldOut, correction: Correction, moments: Moments, scal
     Near the threshold the fit to all images may shrink to nothing what some fits without a fold kept; it
     must not be credited with their gain.
     """
-    final = score(moments, correction).square.sum(0)
-    tried = held.square.sum(0)
-    size = (final / tried.clamp_min(1e-300)).clamp(0.0, 1.0).sqrt()
-    return scale * torch.where(tried > 0, size, torch.zeros_like(size))
+    final = score(moments, correction).square.sum(0).clamp_min(0.0)
+    tried = held.square.sum(0) + NOTHING**2 * one_coefficient(moments)
+    return scale * (final / tried.clamp_min(1e-300)).clamp_max(1.0).sqrt()
+
+
+def one_coefficient(moments: Moments) -> Tensor:
+    """Variance of the residual in one coefficient, (L, bands); over n, that of its mean."""
+    samples = moments.rows[0].sum(0)[:, None].clamp_min(1e-300) * moments.shape[0] * moments.bands.sizes
+    return moments.second[0, :, :, 0].sum((0, 2)) / samples

@@ -2,11 +2,13 @@
 
 Per noise level we keep, in the DCT domain, the sums of three vectors and the sums of their products:
 
-    residual   eps_hat - eps
-    eps_hat    the network's output, read as noise
-    u          its input, x_t / sigma
+    residual    eps_hat - eps
+    departure   eps_hat - k u, the network's output, read as noise, less what a linear filter would say
+    u           its input, x_t / sigma
 
-First moments are kept per coefficient, second moments per channel and frequency band. eps and x0 are
+with k = sigma^2 / (alpha^2 + sigma^2), the best filter of data of variance one. At high noise eps_hat is
+nearly u, and all that can be corrected is in their difference: its sums must not be lost in those of u. First
+moments are kept per coefficient, second moments per channel and frequency band. eps_hat, eps and x0 are
 linear in these three, so every estimator (plain, paired, regressed) and both families are functions of
 this one object. An evaluation is one row: any sample at any level, in any order. Samples are dealt to
 folds by a hash: the folds are what the uncertainty and the held-out checks are made from. Adding two
@@ -29,7 +31,7 @@ from trueup.errors import TrueupError
 from trueup.noise import mix_each
 from trueup.process import NoiseProcess
 
-RESIDUAL, EPS_HAT, U = 0, 1, 2
+RESIDUAL, DEPARTURE, U = 0, 1, 2
 PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
 SUMS = ("rows", "squares", "first", "second", "data_rows", "data_first", "data_second")
 LEVELS = ("t", "lam", "alpha", "sigma")
@@ -139,6 +141,11 @@ class Moments:
         return self.rows.shape[1]
 
     @property
+    def filter_gain(self) -> Tensor:
+        """The k of every level, (L,): eps_hat = departure + k u."""
+        return 1 / (1 + (2 * self.lam).exp())
+
+    @property
     def effective(self) -> Tensor:
         """How many evaluations of equal weight each level's sums are worth, (L,)."""
         rows, squares = self.rows.sum((0, 1)), self.squares.sum((0, 1))
@@ -176,7 +183,8 @@ class Moments:
         if level.device.type == "cpu" and len(level) and not 0 <= int(level.min()) <= int(level.max()) < self.levels:
             raise TrueupError(f"level is a position among the {self.levels} noise levels, counted from 0")
         cell = self._cell(index, y, group) * self.levels + level
-        vectors = torch.stack([eps_hat - eps, eps_hat, u], 1)  # (B, 3, C, *spatial)
+        k = self.filter_gain.to(level.device, torch.float32)[level].reshape(-1, *[1] * (u.dim() - 1))
+        vectors = torch.stack([eps_hat - eps, eps_hat - k * u, u], 1)  # (B, 3, C, *spatial)
         z = self.bands.dct(vectors.to(self.first.device).float()).flatten(3)  # (B, 3, C, K)
         products = torch.cat([z[:, i : i + 1] * z[:, i:] for i in range(3)], 1)  # in the order of PAIRS
         products = products @ self.bands.indicator(z)  # (B, 6, C, bands)

@@ -1,7 +1,7 @@
 """Closed-form estimates from moments: means, slopes, and their noise. No shrinking here.
 
-A combination is a tensor (3, L, C, bands): the weights of (residual, eps_hat, u), constant within a
-channel's band. eps and x0 are combinations too, so controls cost nothing.
+A combination is a tensor (3, L, C, bands): the weights of (residual, departure, u), constant within a
+channel's band. eps_hat, eps and x0 are combinations too, so controls cost nothing.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trueup.estimate.moments import EPS_HAT, PAIRS, RESIDUAL, Moments, U
+from trueup.estimate.moments import DEPARTURE, PAIRS, RESIDUAL, Moments, U
 from trueup.parametrization import Parametrization
 
 _PRECISION = 1e-5  # products are summed from float32: a fit cannot be trusted further than this
-_ABSENT = 1e-8  # a regressor with less than this share of its parent's power is rounding error
+_ABSENT = 1e-3  # share of the departure's power below which sums of float32 products do not resolve an innovation
 _SHARPNESS = 4.0  # how soon the better of two estimates of the mean takes over; see `mean_residual`
 
 
@@ -46,9 +46,13 @@ class Centred:
         out[vector] = 1.0
         return out
 
+    def eps_hat(self) -> Tensor:
+        """The combination that is the network's output."""
+        return self.unit(DEPARTURE) + self.moments.filter_gain[:, None, None] * self.unit(U)
+
     def eps(self) -> Tensor:
         """The combination that is the noise itself."""
-        return self.unit(EPS_HAT) - self.unit(RESIDUAL)
+        return self.eps_hat() - self.unit(RESIDUAL)
 
     def x0(self) -> Tensor:
         """The combination that is the data."""
@@ -89,14 +93,15 @@ def slopes(centred: Centred) -> tuple[Slope, Slope, Tensor]:
     The two regressors are nearly one at high noise. Their difference is what matters there, so it is the
     innovation that is regressed on: it is uncorrelated with u, and each slope is a one-line division.
     """
-    residual, u = centred.unit(RESIDUAL), centred.unit(U)
+    residual, departure, u = (centred.unit(vector) for vector in (RESIDUAL, DEPARTURE, U))
     u_power = centred.dot(u, u)
-    rho = divide(centred.dot(centred.unit(EPS_HAT), u), u_power)
-    innovation = centred.unit(EPS_HAT) - rho * u
-    out_power = centred.dot(centred.unit(EPS_HAT), centred.unit(EPS_HAT))
+    on_departure = divide(centred.dot(departure, u), u_power)
+    rho = on_departure + centred.moments.filter_gain[:, None, None]
+    innovation = departure - on_departure * u
+    out_power = centred.dot(departure, departure)
     i_power = centred.dot(innovation, innovation)
     least = _ABSENT * out_power
-    present = divide(i_power - least, least).clamp(0.0, 1.0)  # zero where it is rounding error
+    present = divide(i_power - least, least).clamp(0.0, 1.0)  # zero where it is not resolved
     i_power = torch.maximum(i_power, least)
     on_innovation = present * divide(centred.dot(residual, innovation), i_power)
     on_u = divide(centred.dot(residual, u), u_power)
@@ -140,8 +145,10 @@ def mean_residual(
         alpha, sigma = moments.alpha.reshape(-1, 1, 1), moments.sigma.reshape(-1, 1, 1)
         p, q = parametrization.coefficients(alpha, sigma)
         known = -p * sigma / (alpha * q - sigma * p)  # what the conversion itself pairs, equation 14
-        return _mean(centred, centred.unit(EPS_HAT) - known * centred.eps())
-    paired = centred.unit(RESIDUAL) - a * centred.unit(EPS_HAT) - d * centred.unit(U)
+        return _mean(centred, centred.eps_hat() - known * centred.eps())
+    # a eps_hat + d u, written so that a and d that undo each other leave no rounding error behind
+    on_u = d + a * moments.filter_gain[:, None, None]
+    paired = centred.unit(RESIDUAL) - a * centred.unit(DEPARTURE) - on_u * centred.unit(U)
     plain_pair = _mean(centred, paired)
     if estimator == "paired":
         return plain_pair

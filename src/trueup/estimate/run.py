@@ -62,7 +62,6 @@ class Run:
             raise TrueupError(f"another process is working in {folder}: wait for it, or stop it") from None
         except OSError:  # a file system that cannot lock
             pass
-        remove_leftovers(self.file)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -16,7 +16,14 @@ from trueup.calibration import Calibration, Evidence
 from trueup.correction import Correction
 from trueup.errors import TrueupError
 from trueup.estimate.collect import measure
-from trueup.estimate.confirm import confirmed_scale, cross_validate, realised_scale, score
+from trueup.estimate.confirm import (
+    NOTHING,
+    confirmed_scale,
+    cross_validate,
+    one_coefficient,
+    realised_scale,
+    score,
+)
 from trueup.estimate.moments import Moments
 from trueup.estimate.regress import Centred, Mean, Slope, divide, mean_residual, slopes
 from trueup.estimate.shrink import effective_columns, kernel_weights, noise_correlation, shrinker
@@ -206,7 +213,8 @@ def support(correction: Correction, moments: Moments) -> Tensor:
         for made in ([i + j for i, j in parts], [i - j for i, j in parts])
     )
     # |c_i + c_j|^2 = S + 2P and |c_i - c_j|^2 = S - 2P, with S the sum of squares and P the product: P/(S/2).
-    return divide(total - apart, total + apart).clamp(0.0, 1.0)
+    least = NOTHING**2 * one_coefficient(moments) / moments.rows[0].sum(0)[:, None].clamp_min(1e-300)
+    return divide(total - apart, total + apart + least[first] + least[second]).clamp(0.0, 1.0)
 
 
 def _check(family: str, estimator: str) -> None:

@@ -124,7 +124,7 @@ def _check_sums(bands: Bands, tensors: Mapping[str, Tensor]) -> None:
         raise ArtifactError("squares are not those of weights between 0 and 1")
     second = tensors["second"].movedim(3, 0)  # (6, G, F, L, C, bands)
     power = {i: second[PAIRS.index((i, i))] for i in range(3)}
-    names = ("residual", "eps_hat", "u")
+    names = ("residual", "departure", "u")
     for (i, j), product in zip(PAIRS, second, strict=True):
         if i == j and (product < 0).any():
             raise ArtifactError(f"second: the sum of {names[i]}^2 is negative")
