@@ -81,15 +81,15 @@ def refinement(levels: Tensor) -> tuple[Tensor, Tensor]:
 
     Those are the levels, the middle between two, and the ends of where it is whole and where it is gone.
 
-    >>> refinement(torch.tensor([1.0, 0.6]))[0].tolist()
-    [1.8, 1.4, 1.0, 0.8, 0.6, 0.2, -0.2]
+    >>> [round(lam, 6) for lam in refinement(torch.tensor([1.0, 0.5]))[0].tolist()]
+    [1.8, 1.4, 1.0, 0.75, 0.5, 0.1, -0.3]
     """
     levels = levels.double()
-    ends = torch.stack([levels[0] + LEVEL_SPACING * torch.tensor([2.0, 1.0]), levels[-1] - LEVEL_SPACING * torch.tensor([1.0, 2.0])])
+    reaches = LEVEL_SPACING * torch.tensor([1.0, 2.0], dtype=torch.float64)
     middle = 0.5 * (levels[1:] + levels[:-1])
     half = 0.5 * (levels[:-1] - levels[1:])
-    points = [ends.flatten(), levels, middle]
-    for reach in (LEVEL_SPACING, 2 * LEVEL_SPACING):
+    points = [levels[0] + reaches, levels, middle, levels[-1] - reaches]
+    for reach in reaches:
         far = half > reach * (1 + 1e-9)
         points += [levels[:-1][far] - reach, levels[1:][far] + reach]
     lam = torch.unique(torch.cat(points)).flip(0)

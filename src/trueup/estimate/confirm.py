@@ -19,7 +19,7 @@ ONCE = 2.4  # a band must be this much surer still at one level at least: there 
 LEVEL = 2.0  # standard errors by which all bands together must have gained at a level
 RAMP = 0.2  # a condition counts in full when it is met by so much more
 FADE = 0.3  # standard errors of a coefficient's mean: smaller corrections have less of a say at other levels
-NOTHING = 0.03  # standard errors of a coefficient's mean that are as good as no correction
+NOTHING = 0.1  # standard errors of a coefficient's mean that are as good as no correction
 LEAST_NOISE = 0.05  # of pooled evidence, whose noise is otherwise near 1: nothing at all is not sure
 WIDTH = 0.8  # lam over which held-out evidence is pooled
 
