@@ -29,7 +29,7 @@ def columns(text):
 
 
 def test_the_chart_is_as_high_as_the_share_of_loss_removed(cal):
-    shares = (cal.evidence.gain / cal.evidence.loss).tolist()
+    shares = (cal.evidence.gain.value / cal.evidence.loss.value).tolist()
     heights = columns(chart(cal, plain=True))
     assert len(heights) == 4
     assert max(heights) == 5

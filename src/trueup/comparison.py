@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trueup.metrics import Estimate, interval, paired_difference
-from trueup.number import Number
+from trueup.statistics import Number
 
 # In the order shown: what it is called, and whether more of it is better.
 MEASURES = {
@@ -37,9 +37,9 @@ class Change:
         difference, low, high, _ = paired_difference(before, after)
         sure = low > 0 or high < 0
         return cls(
-            before=Number(before.value, *interval(before)[:2]),
-            after=Number(after.value, *interval(after)[:2]),
-            difference=Number(difference, low, high),
+            before=Number(before.value, math.nan, *interval(before)[:2]),
+            after=Number(after.value, math.nan, *interval(after)[:2]),
+            difference=Number(difference, math.nan, low, high),
             better=(difference > 0) == more_is_better if sure else None,
         )
 

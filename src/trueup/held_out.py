@@ -10,7 +10,7 @@ from trueup.denoiser import Denoiser
 from trueup.errors import DataError
 from trueup.estimate import measure
 from trueup.estimate.confirm import score
-from trueup.estimate.statistics import mean_and_error, student_quantile
+from trueup.statistics import mean_and_error, student_quantile
 from trueup.sources import split_row
 
 
@@ -82,9 +82,10 @@ def denoising_loss(
         skip_bad=samples.skip_bad,
         progress=progress,
     )
-    before, _ = mean_and_error(moments.second[:, :, 0].sum((2, 3)), moments.rows)
-    gain, error = mean_and_error(score(moments, calibration.correction).gain().sum(2), moments.rows)
-    reach = student_quantile(0.975, max(moments.folds - 1, 1)) * error
+    folds = moments.used()
+    before, _ = mean_and_error(folds.second[0, :, :, 0].sum((2, 3)), folds.rows[0])
+    gain, error = mean_and_error(score(folds, calibration.correction).gain().sum(2), folds.rows[0])
+    reach = student_quantile(0.975, max(folds.folds - 1, 1)) * error
     levels = zip(calibration.t.tolist(), before.tolist(), gain.tolist(), reach.tolist(), strict=True)
     rows = [{"t": t, "before": b, "after": b - g, "gain": g, "reach": r} for t, b, g, r in levels]
     return rows, moments.images

@@ -305,9 +305,6 @@ def _add_fit(parser: _Parser) -> None:
     fit = parser.add_argument_group("calibration")
     fit.add_argument("--family", choices=("spectral", "shift", "none"), default="spectral")
     fit.add_argument("--estimator", choices=("shrunk", "regressed", "paired", "plain"), default="shrunk")
-    fit.add_argument(
-        "--antithetic", action="store_true", help="run every image with its noise and its negative"
-    )
 
 
 def _add_sampler(parser: _Parser, calibration: str) -> None:

@@ -33,7 +33,7 @@ def chart(calibration: Calibration, *, plain: bool = False) -> str:
     evidence = calibration.evidence
     shares = [
         max(0.0, gain / loss) if loss > 0 and math.isfinite(gain) else 0.0
-        for gain, loss in zip(evidence.gain.tolist(), evidence.loss.tolist(), strict=True)
+        for gain, loss in zip(evidence.gain.value.tolist(), evidence.loss.value.tolist(), strict=True)
     ]
     top = max(shares)
     if top <= 0:
@@ -60,16 +60,12 @@ def chart(calibration: Calibration, *, plain: bool = False) -> str:
 
 def as_json(calibration: Calibration) -> dict[str, Any]:
     """Everything `summary` says, as plain values; what is unknown is null."""
-    e, z = calibration.evidence, calibration.evidence.quantile
-    nats, error = e.bound_gain
+    e = calibration.evidence
     levels = [
         {
             "t": t,
             "lam": lam,
-            **{
-                name: _number(float(getattr(e, name)[row]))
-                for name in ("loss", "loss_se", "eta2", "eta2_low", "eta2_high", "gain", "gain_se")
-            },
+            **{name: getattr(e, name)[row].as_json() for name in ("loss", "eta2", "gain")},
         }
         for row, (t, lam) in enumerate(
             zip(calibration.t.tolist(), calibration.correction.lam.tolist(), strict=True)
@@ -83,11 +79,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         "images": e.images,
         "shape": list(calibration.shape),
         "bound_gain": {
-            unit: {
-                "value": _number(scale * nats),
-                "low": _number(scale * (nats - z * error)),
-                "high": _number(scale * (nats + z * error)),
-            }
+            unit: e.bound_gain.scaled(scale).as_json()
             for unit, scale in (("nats", 1.0), ("bits_per_dim", e.bits_per_dim(1.0)))
         },
         "share_of_loss_removed": _number(calibration.explained()),

@@ -50,6 +50,7 @@ def pack_calibration(calibration: Any) -> tuple[dict[str, Any], dict[str, Tensor
         "b": correction.b[..., bands.coefficients(kept)].float(),
         "a": correction.a.float(),
         "d": correction.d.float(),
+        "support": correction.support.float(),
         "scale": evidence.scale.float(),
         "shift_se": evidence.shift_se,
         "data_mean": calibration.data_mean.float(),
@@ -97,8 +98,8 @@ def identity_of(correction: Correction, provenance: dict[str, Any]) -> str:
     names = ("process", "parametrization", "binding")
     settings = [*(provenance.get(name) for name in names), correction.bands.edges, correction.bands.spatial]
     digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8)
-    for part in (correction.lam, correction.b, correction.a, correction.d):
-        digest.update(part.to(torch.float32).contiguous().numpy().tobytes())
+    for part in (correction.lam, correction.b, correction.a, correction.d, correction.support):
+        digest.update((part.to(torch.float32) + 0.0).contiguous().numpy().tobytes())  # -0.0 is 0.0
     return digest.hexdigest()
 
 
@@ -149,14 +150,15 @@ def _fields(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     )
     if any(find(trajectories[:i], made.sampler) for i, made in enumerate(trajectories)):
         raise ArtifactError("two of its trajectories are for one sampler")
-    correction = Correction(lam, b, tensors["a"].double(), tensors["d"].double(), bands)
+    parts = (tensors[name].double() for name in ("a", "d"))
+    correction = Correction(lam, b, *parts, bands, tensors["support"].double())
     if identity_of(correction, provenance) != meta.get("identity"):
         raise ArtifactError("its correction is not the one that was saved")
-    return dict(  # noqa: C408 (reads as the call it becomes)
-        correction=correction,
-        t=t,
-        shape=shape,
-        evidence=Evidence(
+    return {
+        "correction": correction,
+        "t": t,
+        "shape": shape,
+        "evidence": Evidence(
             images=whole(meta, "images", 1, 2**40),
             folds=whole(meta, "folds", 1, 1024),
             dimensions=channels * size,
@@ -165,16 +167,16 @@ def _fields(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
             **{n: Number(*(tensors[f"{n}.{part}"] for part in _PARTS)) for n in _BY_LEVEL},
             **{n: Number(*_floats(meta[n], n)) for n in _TOTALS},
         ),
-        family=_word(meta, "family"),
-        estimator=_word(meta, "estimator"),
-        data_mean=mean,
-        data_variance=tensors["data_variance"].double(),
-        data_variance_se=tensors["data_variance_se"].double(),
-        data_images=whole(meta, "data_images", 1, 2**40),
-        data_digests=tensors["data_digests"],
-        provenance=provenance,
-        trajectories=trajectories,
-    )
+        "family": _word(meta, "family"),
+        "estimator": _word(meta, "estimator"),
+        "data_mean": mean,
+        "data_variance": tensors["data_variance"].double(),
+        "data_variance_se": tensors["data_variance_se"].double(),
+        "data_images": whole(meta, "data_images", 1, 2**40),
+        "data_digests": tensors["data_digests"],
+        "provenance": provenance,
+        "trajectories": trajectories,
+    }
 
 
 def _map(channels: int, size: int) -> Bounds:
@@ -202,6 +204,7 @@ def _bounds(
         "b": Bounds((levels, channels, coefficients), -1e6, 1e6, single),
         "a": Bounds((levels, channels, bands), -100.0, 100.0, single),
         "d": Bounds((levels, channels, bands), -100.0, 100.0, single),
+        "support": Bounds((max(levels - 1, 0), bands), 0.0, 1.0, single),
         "scale": Bounds((levels, bands), 0.0, 1.0, single),
         "shift_se": Bounds((levels,), 0.0, 1e12, unknown=True),
         "data_mean": _map(channels, size),

@@ -199,8 +199,8 @@ def _binding(calibration: Calibration, target: Any, denoiser: Denoiser | None) -
         return Binding.from_settings(settings)
     if denoiser is None:
         raise MismatchError(
-            "this network was calibrated through a Denoiser whose `call` does more than pass x_t and t on, so "
-            "that they cannot be read from the network's own call: attach to that Denoiser"
+            "this network was calibrated through a Denoiser whose `call` does more than pass x_t and t on, "
+            "so that they cannot be read from the network's own call: attach to that Denoiser"
         )
     return None
 

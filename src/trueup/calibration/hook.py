@@ -54,8 +54,8 @@ class CorrectOutput:
         self.empty = calibration.empty
         if self.empty:
             return
-        correction = calibration.correction
-        nodes = _nodes(calibration)
+        correction = calibration.correction.refined()
+        nodes = _nodes(calibration, correction.lam)
         self.boundaries = 0.5 * (nodes[1:] + nodes[:-1])
         self.boundary_list: list[float] = self.boundaries.tolist()
         process, parametrization = calibration.process, calibration.parametrization
@@ -111,7 +111,7 @@ class CorrectOutput:
         return _like(raw, torch.cat([self.correct(mean, x_t, t), rest], 1))
 
     def correct(self, output: Tensor, x_t: Tensor, t: Any, y: Any = None) -> Tensor:
-        """The corrected output at times of the process, in its own dtype; in single precision in autocast too."""
+        """The corrected output at times of the process, in its own dtype; computed in float32 or finer."""
         if self.empty:
             return output
         kind = output.device.type
@@ -200,16 +200,21 @@ def _like(raw: Any, corrected: Tensor) -> Any:
     return raw
 
 
-def _nodes(calibration: Calibration) -> Tensor:
-    """Times to tabulate: dense in lam over the process, with every whole timestep and measured level exact."""
+def _nodes(calibration: Calibration, lam: Tensor) -> Tensor:
+    """Times to tabulate: dense over the lam where something is corrected, with every whole timestep exact.
+
+    Outside the process's own times the correction stays what it is at the end, in the network's output space.
+    """
     process = calibration.process
-    ends = (float(process.lam(t)) for t in (process.t_min, process.t_max))
-    nodes = process.t_of_lam(torch.linspace(*ends, _NODES, dtype=torch.float64))
+    times = torch.tensor([process.t_min, process.t_max], dtype=torch.float64)
+    top, bottom = process.lam(times).tolist()
+    high, low = min(float(lam[0]), top), max(float(lam[-1]), bottom)
+    nodes = process.t_of_lam(torch.linspace(high, low, _NODES, dtype=torch.float64))
     exact = calibration.t
     if process.integer_times:
         whole = torch.arange(math.ceil(process.t_min), math.floor(process.t_max) + 1, dtype=torch.float64)
         exact = torch.cat([exact, whole])
-    return torch.unique(torch.cat([nodes.clamp(process.t_min, process.t_max), exact]))
+    return torch.unique(torch.cat([nodes, exact]).clamp(process.t_min, process.t_max))
 
 
 @lru_cache

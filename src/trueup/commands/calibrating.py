@@ -290,7 +290,6 @@ def _moments(denoiser: Denoiser, data: Any, options: argparse.Namespace, run: Pa
         data,
         images=options.images,
         seed=options.seed,
-        antithetic=options.antithetic,
         batch_size=options.batch_size,
         resize=options.resize,
         crop=options.crop,

@@ -59,7 +59,7 @@ class Bound:
         if self.importance:
             gain = None
             if self.calibration is not None and not self.calibration.empty:
-                gain = self.calibration.correction.lam, self.calibration.evidence.gain.nan_to_num(0.0)
+                gain = self.calibration.correction.lam, self.calibration.evidence.gain.value.nan_to_num(0.0)
             chances = Chances(data_variance(x0, self.bands), self.bands, gain)
         if self.times is None:
             self.levels = continuous_levels(process, chances)

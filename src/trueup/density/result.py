@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trueup.number import Number
+from trueup.statistics import Number
 
 _BOUND = "bound on the negative log-likelihood"
 _FEWEST = 20  # images before anything is called a disagreement

@@ -144,10 +144,9 @@ def _promise(calibration: Calibration | None) -> tuple[float, float] | None:
     process, e = calibration.process, calibration.evidence
     levels = process.lam(torch.tensor([process.t_min, process.t_max], dtype=torch.float64))
     ends = calibration.correction.lam[[0, -1]]
-    nats, error = e.bound_gain
-    if not torch.allclose(levels, ends, atol=0.05) or math.isnan(nats) or math.isnan(error):
+    if not torch.allclose(levels, ends, atol=0.05) or math.isnan(e.bound_gain.low):
         return None
-    return nats, e.quantile * error
+    return e.bound_gain.value, e.bound_gain.reach
 
 
 def _variance(denoiser: Denoiser, steps: int | None) -> str:

@@ -21,9 +21,8 @@ from trueup.density.sides import Sides
 from trueup.errors import DataError, ModelError, TrueupError
 from trueup.estimate.collect import check_levels
 from trueup.estimate.evaluate import default_batch_size
-from trueup.estimate.statistics import trapezoid_weights
 from trueup.noise import level_keys, normal
-from trueup.number import Number
+from trueup.statistics import Number, trapezoid_weights
 from trueup.process import NoiseProcess
 
 MIN_SNR = 5.0  # gamma of min-SNR weighting

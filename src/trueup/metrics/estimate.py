@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trueup.errors import DataError
-from trueup.estimate.statistics import student_quantile
+from trueup.statistics import student_quantile
 
 GROUPS = 20
 _FEWEST = 8  # images below which we give no interval at all

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trueup.bands import Bands
+from trueup.bands import Bands, band_variance
 from trueup.data import Samples
 from trueup.errors import DataError
 
@@ -44,8 +44,7 @@ class Marginals:
         if count < FEWEST_IMAGES:
             raise DataError(too_few(count))
         mean = first.sum(0) / count
-        used = rows > 0
-        variance, error = band_variance(bands, mean, first[used], second[used], rows[used])
+        variance, error = band_variance(bands, first, second, rows)
         return cls(bands, mean, variance, error, count)
 
     def at(self, alpha: float, sigma: float) -> tuple[Tensor, Tensor]:
@@ -61,21 +60,3 @@ def too_few(images: int) -> str:
     """What to say of data that are too few."""
     return f"the moments of {images} images are not those of the data: use {FEWEST_IMAGES} or more"
 
-
-def band_variance(
-    bands: Bands, mean: Tensor, first: Tensor, second: Tensor, rows: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Variance of a coefficient, by channel and band, and its standard error, from sums by fold.
-
-    first (F, C, K), second (F, C, bands), rows (F,). Of few folds the error is that of Gaussian data.
-    """
-    count = rows.sum()
-    # Sum over a fold of (z - mean)^2; the mean is that of all, which costs one degree of freedom.
-    square = second - 2 * bands.sum(mean * first) + rows.reshape(-1, 1, 1) * bands.sum(mean**2)
-    square = square / bands.sizes * (count / (count - 1).clamp_min(1))
-    variance = (square.sum(0) / count).clamp_min(0.0)
-    folds = len(rows)
-    if folds < 4:
-        return variance, variance * (2 / count).sqrt()
-    scatter = (square - rows.reshape(-1, 1, 1) * variance).square().sum(0) * folds / (folds - 1)
-    return variance, scatter.sqrt() / count
