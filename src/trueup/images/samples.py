@@ -103,6 +103,7 @@ class Samples:
         self.eight_bit: bool | None = None  # what the samples read so far were, before scaling
         self.skipped: list[str] = []  # what was wrong with each sample left out
         self.duplicates = 0  # samples that had been read before, and were not used again
+        self.held_back = 0  # samples that were not to be used
         self.shape, self.model_range = tuple(shape), model_range
         self.autoencoder = autoencoder  # makes latents of pictures
         self.source, self.labels, self.name = open_source(images.source)
@@ -174,6 +175,7 @@ class Samples:
                 continue
             if digest in seen:
                 self.duplicates += digest not in without
+                self.held_back += digest in without
                 continue
             if unique:
                 seen.add(digest)

@@ -19,7 +19,7 @@ from trueup.metrics.gaussian import GaussianStatistics
 KIND = "a reference"
 LIMIT = 10_000  # rows kept for the measures that need every pair
 _MOST = 2**16  # dimensions of features, channels of images
-_TEXTS = ("features", "preprocessing", "fingerprint", "images")
+_TEXTS = ("features", "preprocessing", "fingerprint", "made_of")
 _NONSENSE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -31,7 +31,7 @@ class Reference:
     preprocessing: str
     weights: str | None
     fingerprint: str
-    images: str  # what was looked at: "pictures", or something made of the data
+    made_of: str  # "pictures", or what else was looked at
     pooled: GaussianStatistics
     spatial: GaussianStatistics | None
     rows: Tensor  # (kept, d) float32, the first of the pooled features
@@ -49,7 +49,7 @@ class Reference:
         batches: Iterable[Tensor],
         *,
         fingerprint: str = "",
-        images: str = "pictures",
+        made_of: str = "pictures",
         limit: int = LIMIT,
     ) -> Reference:
         """Pass batches of images (B, C, H, W) through `features`; `fingerprint` says which data it is.
@@ -77,7 +77,7 @@ class Reference:
             preprocessing=features.preprocessing,
             weights=features.weights,
             fingerprint=fingerprint,
-            images=images,
+            made_of=made_of,
             pooled=pooled,
             spatial=spatial if spatial.count else None,
             rows=torch.cat(rows),
