@@ -20,7 +20,6 @@ from trueup.calibration import Calibration
 from trueup.errors import TrueupError
 from trueup.files import write
 from trueup.statistics import Number
-from trueup.process import VE
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -89,7 +88,7 @@ def draw(calibrations: Mapping[str, Calibration] | Calibration, path: str | Path
             axis.set(xlabel=below, ylabel=beside)
             axis.set_title(title, fontsize="small")
             axis.set_ylim(bottom=0)
-            if below == "t" and isinstance(process, VE):
+            if below == "t" and process.t_min > 0 and process.prior_std > 2:  # t is a sigma of many decades
                 axis.set_xscale("log")
     content = io.BytesIO()
     figure.savefig(content, format=path.suffix.lower()[1:], dpi=120)

@@ -247,3 +247,18 @@ def trapezoid_weights(x: Tensor) -> Tensor:
     weights[1:] += 0.5 * gaps
     weights[:-1] += 0.5 * gaps
     return weights
+
+
+def told(change: Number, more_is_better: bool = False) -> str:
+    """A difference in words: how large it is, and whether it is more than luck.
+
+    >>> told(Number.of(-0.3, 0.003, folds=200), more_is_better=True)
+    '-0.3 (-0.306 to -0.294) WORSE'
+    """
+    if math.isnan(change.low):
+        return f"{change.value:+.3g} (too few images for an interval)"
+    if change.low == change.high == 0:
+        return "none"
+    word = {0: "within noise", 1: "better" if more_is_better else "WORSE"}
+    word[-1] = "WORSE" if more_is_better else "better"
+    return f"{change.value:+.3g} ({change.low:+.3g} to {change.high:+.3g}) {word[change.sign]}"

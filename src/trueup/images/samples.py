@@ -116,6 +116,7 @@ class Samples:
         self.eight_bit: bool | None = None  # what the samples read so far were, before scaling
         self.skipped: list[str] = []  # what was wrong with each sample left out
         self.duplicates = 0  # samples that had been read before, and were not used again
+        self.held_back = 0  # samples that were not to be used
         self.shape, self.model_range = tuple(shape), model_range
         self.autoencoder = autoencoder  # makes latents of pictures
         self.source, self.labels, self.name = open_source(images.source)
@@ -182,8 +183,9 @@ class Samples:
                 if skip[index + self.images.offset] != row.digest:  # type: ignore[index]
                     raise DataError(f"sample {index} of {self.name} is not what it was before")
                 continue
-            if row.digest in seen:
-                self.duplicates += row.digest not in known
+            if digest in seen:
+                self.duplicates += digest not in without
+                self.held_back += digest in without
                 continue
             if unique:
                 seen.add(row.digest)
