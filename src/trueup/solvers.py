@@ -1,4 +1,4 @@
-"""The solvers that come with trueup, by name: a table, so that a mistyped one is noticed before anything is loaded."""
+"""The solvers that come with trueup, by name: a table that takes nothing to read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""diffusers' schedulers by name, set up for a network: for its own noise, or for noise it can be carried over from.
+"""diffusers' schedulers by name, set up for a network and its noise.
 
-A network knows x_t at a noise level lam, whatever time and scale its process has there. A scheduler of another
-process therefore serves as well, if its levels are the network's: `trueup.sampling.schedulers` tells the
-network its own time and scale at the scheduler's lam.
+A network knows x_t at a noise level lam, whatever time and scale its process has there. A scheduler of
+another process therefore serves as well, if its levels are the network's: `trueup.sampling.schedulers` tells
+the network its own time and scale at the scheduler's lam.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trueup.denoiser import Denoiser
-from trueup.errors import TrueupError
+from trueup.errors import MismatchError, TrueupError
 from trueup.files import line
 from trueup.hf.loading import diffusers_module
 from trueup.hf.schedules import schedule, scheduler_settings
@@ -24,14 +24,14 @@ from trueup.process import DiscreteVP, NoiseProcess
 from trueup.solvers import SCHEDULERS, check_name
 
 LEARNED_VARIANCE = ("DDPMScheduler", "DDPMParallelScheduler")  # those that use a learned variance
-_PREDICTION_TYPES = {
-    "noise": "epsilon",
-    "data": "sample",
-    "velocity": "v_prediction",
-    "flow": "flow_prediction",
-    "edm": "epsilon",
-    "edm_velocity": "v_prediction",
-}
+# What schedulers know of; other outputs are turned into noise predictions.
+_PREDICTION_TYPES = {"data": "sample", "velocity": "v_prediction", "edm_velocity": "v_prediction"}
+_WITHOUT_DATA = (
+    "PNDMScheduler",
+    "EulerAncestralDiscreteScheduler",
+    "KDPM2DiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler",
+)
 _FLOWS = (  # step through flows, if they are told to
     "DPMSolverMultistepScheduler",
     "DPMSolverSinglestepScheduler",
@@ -53,10 +53,10 @@ def offered(name: str, denoiser: Denoiser) -> bool:
 
 
 def make_scheduler(name: str, denoiser: Denoiser) -> tuple[Any, bool]:
-    """A scheduler by one of `SCHEDULERS` or by its class, set up for a denoiser; and whether it is the model's own.
+    """A scheduler by its name or its class, set up for a denoiser; and whether it is the model's own.
 
-    It takes over the config of the scheduler the model came with, clipping and spacing included, where it then
-    steps through the model's noise; else it is made for that.
+    It takes over the config of the scheduler the model came with, clipping and spacing included, where it
+    then steps through the model's noise; else it is made for that.
     """
     kind, settings = SCHEDULERS.get(name, (name, {}))
     made: Any = getattr(diffusers_module(f"the solver {name}"), kind, None)
@@ -67,7 +67,20 @@ def make_scheduler(name: str, denoiser: Denoiser) -> tuple[Any, bool]:
         scheduler = _set_up(name, made, {**denoiser.scheduler_config}, settings, denoiser)
         if scheduler_process(scheduler)[0].agrees_with(denoiser.process):
             return scheduler, True
-    return _set_up(name, made, _config(kind, denoiser), settings, denoiser), False
+    scheduler = _set_up(name, made, _config(kind, denoiser), settings, denoiser)
+    if not offered(name, denoiser) or not _same_levels(scheduler_process(scheduler)[0], denoiser.process):
+        raise MismatchError(
+            f"{name} does not step through the noise of this network ({denoiser.process.kind})"
+        )
+    return scheduler, False
+
+
+def _same_levels(scheduled: NoiseProcess, process: NoiseProcess) -> bool:
+    """Whether a scheduler begins and ends where a network was trained; some classes take any config."""
+    if scheduled.kind == process.kind == "flow":
+        return True
+    ends = zip((scheduled.t_min, scheduled.t_max), (process.t_min, process.t_max), strict=True)
+    return all(abs(float(scheduled.lam(s) - process.lam(t))) < 0.01 for s, t in ends)
 
 
 def _set_up(
@@ -82,9 +95,8 @@ def _set_up(
         changes["use_dynamic_shifting"] = False  # needs to be told the size of the image
         if "use_flow_sigmas" in known:
             changes |= {"use_flow_sigmas": True, "flow_shift": config.get("shift") or 1.0}
-        if changes["prediction_type"] == "v_prediction" or denoiser.parametrization.name == "reversed_flow":
-            changes["prediction_type"] = "flow_prediction"
-    elif changes["prediction_type"] == "flow_prediction":  # which flows alone know
+        changes["prediction_type"] = "flow_prediction"
+    elif changes["prediction_type"] == "sample" and (kind in _WITHOUT_DATA or kind.startswith("EDM")):
         changes["prediction_type"] = "epsilon"
     config.pop("_use_default_values", None)  # or from_config drops what was a default of the model's own
     try:
@@ -113,8 +125,8 @@ def _config(kind: str, denoiser: Denoiser) -> dict[str, Any]:
 
 def _carrier(process: NoiseProcess) -> torch.Tensor:
     """alphas_cumprod of timesteps that are even in lam, from a process's first level to its last."""
-    ends = (float(process.lam(t)) for t in (process.t_min, process.t_max))
-    return torch.sigmoid(2 * torch.linspace(*ends, _TIMESTEPS, dtype=torch.float64))
+    first, last = float(process.lam(process.t_min)), float(process.lam(process.t_max))
+    return torch.sigmoid(2 * torch.linspace(first, last, _TIMESTEPS, dtype=torch.float64))
 
 
 def scheduler_process(scheduler: Any) -> tuple[NoiseProcess, Any]:

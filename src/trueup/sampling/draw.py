@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -31,7 +32,7 @@ def as_solver(solver: Any, denoiser: Denoiser) -> Solver:
 
     Names are those of `trueup.sampling.solver_names`, and the class names of diffusers' schedulers.
     """
-    if isinstance(solver, type) and not isinstance(solver, str):
+    if isinstance(solver, type):
         solver = solver.__name__
     if isinstance(solver, str):
         check_name(solver, solver_names())
@@ -109,7 +110,7 @@ def sample_batches(
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise TrueupError(f"{name} is a whole number of at least {least}, not {value!r}")
     chosen = as_solver(solver, denoiser)
-    network = Network.of(denoiser, labels, guidance)
+    network = network_for(denoiser, labels, guidance)
     classes = network.y
     evaluations = count_evaluations(chosen, nfe, denoiser, classes)
     calibration = None if calibration is None else as_calibration(calibration)
@@ -133,6 +134,37 @@ def sample_batches(
                     yield index, x
 
     return batches()
+
+
+def network_for(denoiser: Denoiser, labels: Any = None, guidance: float = 1.0) -> Network:
+    """The network as a solver calls it, everything checked; its `y` are the labels to go round in."""
+    classes = check_labels(denoiser, labels, guidance)
+    if not isinstance(guidance, (int, float)) or not math.isfinite(guidance):
+        raise TrueupError(f"guidance is a number, not {guidance!r}")
+    if guidance != 1.0 and denoiser.null_label is None:
+        raise TrueupError("guidance needs the label that stands for none: the null_label of a Denoiser")
+    return Network(denoiser, guidance=guidance, y=None if classes is None else classes.to(denoiser.device))
+
+
+def check_labels(denoiser: Denoiser, labels: Any, guidance: float = 1.0) -> Tensor | None:
+    """Labels to go round in, or None for a network without."""
+    if not denoiser.conditional:
+        if labels is not None or guidance != 1.0:
+            raise TrueupError(
+                "this network takes no labels and cannot be guided; a Denoiser of one that does needs "
+                "conditional=True"
+            )
+        return None
+    if labels is None:
+        raise TrueupError("this network is conditional: say which labels to sample")
+    try:
+        values = torch.as_tensor(labels)
+    except (TypeError, ValueError):
+        raise TrueupError(f"labels are numbers, or a tensor with a row each, not {labels!r}") from None
+    values = values.reshape(1) if values.ndim == 0 else values
+    if not len(values):
+        raise TrueupError("there is no label among the labels")
+    return values
 
 
 def sampler_of(solver: Solver, nfe: int, guidance: float = 1.0) -> Sampler:
@@ -181,7 +213,9 @@ def draw(
     """One batch of samples, from the noise of their indices."""
     denoiser = network.denoiser
     noise = normal(seed, index, STARTING_NOISE, denoiser.shape, denoiser.device)
-    noise = noise.double() if denoiser.dtype == torch.float64 else noise  # half precision is for networks alone
+    noise = (
+        noise.double() if denoiser.dtype == torch.float64 else noise
+    )  # half precision is for networks alone
 
     def advance(evaluations: int) -> None:
         bar.update(evaluations * len(index))

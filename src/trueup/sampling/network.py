@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from trueup.denoiser import Denoiser, in_parts
-from trueup.errors import TrueupError
 
 
 class Network:
@@ -22,18 +18,6 @@ class Network:
         self.denoiser, self.guidance, self.y = denoiser, guidance, y
         self.process, self.parametrization = denoiser.process, denoiser.parametrization
         self.evaluations = 0
-
-    @classmethod
-    def of(cls, denoiser: Denoiser, labels: Any = None, guidance: float = 1.0) -> Network:
-        """With everything checked; its `y` are the labels to go round in."""
-        classes = check_labels(denoiser, labels, guidance)
-        if not isinstance(guidance, (int, float)) or not math.isfinite(guidance):
-            raise TrueupError(f"guidance is a number, not {guidance!r}")
-        if guidance != 1.0 and denoiser.null_label is None:
-            raise TrueupError(
-                "guidance needs the label that stands for none: give the Denoiser its null_label"
-            )
-        return cls(denoiser, guidance=guidance, y=None if classes is None else classes.to(denoiser.device))
 
     def __call__(self, x_t: Tensor, t: Tensor | float, *, variance: bool = False) -> Tensor:
         """The prediction (B, C, ...) in float32 or finer, with the learned variance's channels if asked for.
@@ -67,24 +51,3 @@ class Network:
         if guided.shape[1] == channels:
             return guided
         return torch.cat([guided[:, :channels], conditional[:, channels:]], 1)  # variances are not guided
-
-
-def check_labels(denoiser: Denoiser, labels: Any, guidance: float = 1.0) -> Tensor | None:
-    """Labels to go round in, or None for a network without."""
-    if not denoiser.conditional:
-        if labels is not None or guidance != 1.0:
-            raise TrueupError(
-                "this network takes no labels and cannot be guided; a Denoiser of one that does needs "
-                "conditional=True"
-            )
-        return None
-    if labels is None:
-        raise TrueupError("this network is conditional: say which labels to sample")
-    try:
-        values = torch.as_tensor(labels)
-    except (TypeError, ValueError):
-        raise TrueupError(f"labels are numbers, or a tensor with a row each, not {labels!r}") from None
-    values = values.reshape(1) if values.ndim == 0 else values
-    if not len(values):
-        raise TrueupError("there is no label among the labels")
-    return values

@@ -91,17 +91,19 @@ class SchedulerSolver(Solver):
 
     def _set(self, nfe: int) -> Any:
         """A scheduler with as many steps as take no more than `nfe` evaluations."""
-        reason = ""
-        for steps in range(nfe, 0, -1):
+        reason, steps = "", nfe
+        while steps > 0:
             scheduler = copy.deepcopy(self.scheduler)
             try:
                 with quiet():
                     scheduler.set_timesteps(steps)
             except (ValueError, IndexError, RuntimeError, AssertionError) as error:
-                reason = f": {line(error)}"
-                continue
-            if len(scheduler.timesteps) <= nfe:
-                return scheduler
+                reason, made = f": {line(error)}", 0
+            else:
+                made = len(scheduler.timesteps)
+                if made <= nfe:
+                    return scheduler
+            steps = min(steps - 1, steps * nfe // made + 1 if made else steps)  # as evaluations go with steps
         raise TrueupError(f"{self.name} cannot sample in {nfe} evaluations{reason}")
 
     def solve(
@@ -139,8 +141,8 @@ class SchedulerSolver(Solver):
         """
         own, scheduled = denoiser.process, self.process
         agree, same = own.agrees_with(scheduled), denoiser.parametrization == self.parametrization
-        told = times if agree else own.t_of_lam(scheduled.lam(times)).to(times)
-        if not (self.exact and same):
+        told = times if agree else own.t_of_lam(scheduled.lam(times))
+        if told.is_floating_point() and not (self.exact and same):
             told = told.clamp(own.t_min, own.t_max)
         at = told.to(like) if told.is_floating_point() else told.to(like.device)
         if agree and same:
@@ -229,7 +231,7 @@ class SchedulerSolver(Solver):
 
 
 class _View(NamedTuple):
-    """What a network is told, and how its answer becomes what a scheduler wants: weights on output and x_t."""
+    """What a network is told, and how its answer becomes what a scheduler wants, as weights."""
 
     t: Tensor
     scale: float = 1.0

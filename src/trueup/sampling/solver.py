@@ -16,7 +16,7 @@ from trueup.solvers import check_name
 
 @runtime_checkable
 class Solver(Protocol):
-    """From noise to samples. Make a class of these, `register` it, and it works by name wherever solvers do."""
+    """From noise to samples. One that is registered works by name wherever solvers do."""
 
     @property
     def name(self) -> str:
@@ -55,7 +55,7 @@ class Solver(Protocol):
         index: Tensor | None = None,
         adjust: Adjust | None = None,
     ) -> Tensor:
-        """From standard normal noise (B, *shape) to samples of the data; `advance(k)` is told of k evaluations.
+        """From standard normal noise (B, *shape) to samples; `advance(k)` is told of every k evaluations.
 
         seed and index say whose images they are, for noise that a solver adds (see `trueup.noise.normal`).
         adjust(i, state) may change state i, of those that `states` lists.
