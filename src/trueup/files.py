@@ -191,18 +191,21 @@ def _sync_directory(folder: Path) -> None:
 
 
 class Folder:
-    """A folder of ours, made if need be and held by this process alone until `release`."""
+    """A folder of ours, made if need be and held by this process alone until `release`.
 
-    def __init__(self, path: str | PathLike[str]):
+    clean: everything in it is ours, and what a killed process left half written is removed.
+    """
+
+    def __init__(self, path: str | PathLike[str], *, clean: bool = True):
         self.path = Path(path)
         self._handle: int | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._handle = _lock(self.path)
-            for leftover in self.path.glob(f".*.tmp-{'[0-9a-f]' * 8}"):  # of a process that was killed
-                leftover.unlink(missing_ok=True)
         except OSError as error:
             raise TrueupError(f"cannot use {self.path}: {error.strerror or error}") from None
+        for leftover in self.path.glob(".*.tmp-*") if clean else ():
+            leftover.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Let others use it; done by itself when the process ends, however it does."""
