@@ -13,13 +13,14 @@ from diffusers import DDIMPipeline, DDIMScheduler, DPMSolverMultistepScheduler, 
 from torch import nn
 
 import trueup
-from calibrations import PLAIN, by_definition, emptied, make
 from trueup.calibration import Attachment, detach
 from trueup.calibration.hook import CorrectOutput
 from trueup.denoiser import Binding, corrections
 from trueup.denoiser.binding import Place
 from trueup.errors import AttachError, MismatchError
 from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow
+
+from calibrations import PLAIN, by_definition, emptied, make
 
 SHAPE = (3, 8, 8)
 LEVELS = [0, 50, 300, 700, 999]
@@ -83,7 +84,8 @@ def randn(*shape, seed=0, dtype=torch.float32):
 
 def close(got, expected, relative):
     """Within a share of the size of what is compared."""
-    return torch.allclose(got.double(), expected.double(), rtol=0, atol=relative * float(expected.abs().max()))
+    got, expected = got.detach().double(), expected.detach().double()
+    return torch.allclose(got, expected, rtol=0, atol=relative * float(expected.abs().max()))
 
 
 # What it computes
@@ -132,7 +134,13 @@ def test_a_time_may_come_as_number_scalar_or_row(unet, cal, t):
     assert close(after, by_definition(cal, before, x_t, 300), 1e-5)
 
 
-PROCESSES = [DiscreteVP.cosine(200), ContinuousVP(), VE(0.05, 10.0), EDM(0.5, 0.05, 10.0), Flow(1000.0, 0.02, 0.98)]
+PROCESSES = [
+    DiscreteVP.cosine(200),
+    ContinuousVP(),
+    VE(0.05, 10.0),
+    EDM(0.5, 0.05, 10.0),
+    Flow(1000.0, 0.02, 0.98),
+]
 KINDS = ["noise", "data", "velocity", "score", "flow", "reversed_flow", "edm", "edm_velocity"]
 
 
@@ -418,7 +426,7 @@ def test_a_tuple_comes_back_as_a_tuple(unet, cal):
         assert torch.equal(plain, unet(sample=x_t, timestep=10).sample)
 
 
-Named = namedtuple("Named", ["extra", "sample"])  # noqa: PYI024
+Named = namedtuple("Named", ["extra", "sample"])
 
 
 @pytest.mark.parametrize("wrap", [lambda v: [v, 3], lambda v: (v, 3), lambda v: Named(3, v)])
@@ -433,7 +441,9 @@ def test_other_outputs_keep_their_form(tiny, wrap):
     with trueup.attach(net, cal):
         got = net(x_t, 300)
     assert type(got) is type(expected)
-    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(got, expected, strict=True))
+    assert all(
+        torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(got, expected, strict=True)
+    )
 
 
 # On and off
@@ -637,6 +647,25 @@ def test_a_correction_on_a_part_of_a_network_is_seen(tiny):
 
 
 @torch.inference_mode()
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_traced_network_is_corrected_and_a_scripted_one_refused():
+    class Simple(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+        def forward(self, x, t):
+            return self.conv(x)
+
+    net, x_t, t = Simple(), randn(2, *SHAPE), torch.tensor([50, 700])
+    cal, traced = calibration_of(net), torch.jit.trace(net, (x_t, t))
+    with trueup.attach(traced, cal):
+        assert close(traced(x_t, t), by_definition(cal, net(x_t, t), x_t, t), 1e-5)
+    with pytest.raises(AttachError, match="takes no forward hooks"):
+        trueup.attach(torch.jit.script(net), cal)
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("order", ["attach first", "compile first", "attach to the compiled"])
 def test_compiled_models_are_corrected_and_restored(tiny, order):
     torch.compiler.reset()
@@ -776,8 +805,6 @@ def test_a_calibration_may_be_given_as_its_file(unet, cal, tmp_path):
 
 
 # Samplers of pipelines
-
-
 
 
 def test_a_calibration_without_a_trajectory_says_so_at_the_first_step(unet, cal):

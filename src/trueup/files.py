@@ -89,7 +89,7 @@ def load_tensors(path: str | PathLike[str], kind: str) -> tuple[dict[str, Any], 
             if meta["format"] != FORMAT:
                 other = "upgrade trueup" if meta["format"] > FORMAT else "make it again"
                 raise ArtifactError(
-                    f"{path} has format {meta['format']}, this trueup reads {FORMAT}: {other}"
+                    f"{path} has format {str(meta['format'])[:20]}, this trueup reads {FORMAT}: {other}"
                 )
             if meta.get("kind") != kind:
                 raise ArtifactError(f"{path} holds {printable(str(meta.get('kind')))[:40]}, not {kind}")

@@ -209,7 +209,9 @@ def _check_provenance(provenance: dict[str, Any]) -> None:
     for name, found in maps.items():
         if not isinstance(found, dict):
             raise ArtifactError(f"{name} of its provenance makes no sense")
-    if not all(isinstance(found, str) and re.fullmatch("[0-9a-f]+", found) for found in maps["weights"].values()):
+    if not all(
+        isinstance(found, str) and re.fullmatch("[0-9a-f]+", found) for found in maps["weights"].values()
+    ):
         raise ArtifactError("its fingerprint of the weights makes no sense")
     if not isinstance(provenance.get("model", ""), str):
         raise ArtifactError("the model's name makes no sense")

@@ -97,7 +97,13 @@ class Attachment:
         weight = next(self._target.parameters(), None)
         if weight is not None and weight.device.type != "meta":
             self._hook.prepare(weight.device, weight.dtype)
-        self._target.register_forward_hook(self._hook, with_kwargs=True)
+        try:
+            self._target.register_forward_hook(self._hook, with_kwargs=True)
+        except RuntimeError:  # torch.jit.script's do not
+            raise AttachError(
+                "this network takes no forward hooks: attach to the module it was scripted from, or "
+                "calibrate and attach to trueup.Denoiser(lambda x_t, t: network(x_t, t), ...)"
+            ) from None
         _compile_again()
 
     def remove(self) -> None:
@@ -192,9 +198,7 @@ def _target(model: Any) -> tuple[Any, Denoiser | None]:
     )
 
 
-def _binding(
-    calibration: Calibration, target: Any, denoiser: Denoiser | None, force: bool
-) -> Binding | None:
+def _binding(calibration: Calibration, target: Any, denoiser: Denoiser | None, force: bool) -> Binding | None:
     """Where the network's call holds x_t and t, as was found when it was measured."""
     settings = calibration.provenance.get("binding")
     if settings is not None and isinstance(target, nn.Module):
@@ -213,8 +217,8 @@ def _binding(
         return made
     if denoiser is None:
         raise MismatchError(
-            "this network was calibrated through a Denoiser whose `call` does more than pass x_t and t on, so "
-            "that they cannot be read from the network's own call: attach to that Denoiser"
+            "this network was calibrated through a Denoiser whose `call` does more than pass x_t and t on, "
+            "so that they cannot be read from the network's own call: attach to that Denoiser"
         )
     return None
 

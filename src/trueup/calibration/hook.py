@@ -109,7 +109,7 @@ class CorrectOutput:
         return _like(raw, torch.cat([self.correct(mean, x_t, t), rest], 1))
 
     def correct(self, output: Tensor, x_t: Tensor, t: Any, y: Any = None) -> Tensor:
-        """The corrected output at times of the process, in its own dtype; in single precision in autocast too."""
+        """The corrected output at times of the process, in its own dtype; not in autocast's."""
         if self.empty:
             return output
         kind = output.device.type
@@ -204,7 +204,7 @@ def _like(raw: Any, corrected: Tensor) -> Any:
 
 
 def _nodes(calibration: Calibration) -> Tensor:
-    """Times to tabulate: dense in lam over the process, with every whole timestep and measured level exact."""
+    """Times to tabulate: dense in lam over the process, every whole timestep and measured level exact."""
     process = calibration.process
     ends = (float(process.lam(t)) for t in (process.t_min, process.t_max))
     nodes = process.t_of_lam(torch.linspace(*ends, _NODES, dtype=torch.float64))
