@@ -206,8 +206,8 @@ def _like(raw: Any, corrected: Tensor) -> Any:
 def _nodes(calibration: Calibration) -> Tensor:
     """Times to tabulate: dense in lam over the process, every whole timestep and measured level exact."""
     process = calibration.process
-    ends = (float(process.lam(t)) for t in (process.t_min, process.t_max))
-    nodes = process.t_of_lam(torch.linspace(*ends, _NODES, dtype=torch.float64))
+    first, last = (float(process.lam(t)) for t in (process.t_min, process.t_max))
+    nodes = process.t_of_lam(torch.linspace(first, last, _NODES, dtype=torch.float64))
     exact = calibration.t
     if process.integer_times:
         whole = torch.arange(math.ceil(process.t_min), math.floor(process.t_max) + 1, dtype=torch.float64)
