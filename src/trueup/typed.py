@@ -3,6 +3,45 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+# Every solver that has a name, known here so that a wrong one is answered before torch is loaded.
+SOLVERS = (
+    *(f"dpm-solver-{order}{more}" for order in (1, 2, 3) for more in ("", "-fixed", "-adaptive")),
+    *("ddpm", "ddim", "pndm", "dpm++2m", "dpm++3m", "dpm++2m-sde", "dpm++2s", "dpm++3s", "unipc", "deis"),
+    *("euler", "euler-a", "heun", "kdpm2", "kdpm2-a", "edm-euler", "edm-dpm++2m", "flow-euler", "flow-heun"),
+)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint at the nearest name there is, or nothing.
+
+    >>> did_you_mean("dpm-solver3", SOLVERS)
+    ', did you mean dpm-solver-3?'
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {near[0]}?" if near else ""
+
+
+def solver(text: str) -> str:
+    """The name of a solver, or the class of a diffusers scheduler."""
+    own = getattr(sys.modules.get("trueup.sampling"), "names", tuple)()  # somebody may have registered one
+    known = (*SOLVERS, *own)
+    if text in known or text.endswith("Scheduler"):
+        return text
+    hint = did_you_mean(text, known) or f": there are {', '.join(known)}, and diffusers' schedulers by class"
+    raise argparse.ArgumentTypeError(f"unknown solver {text!r}{hint}")
+
+
+def solvers(text: str) -> list[str]:
+    """Solvers: a,b,.."""
+    names = [solver(part.strip()) for part in text.split(",") if part.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names no solver")
+    return names
 
 
 def labels(text: str) -> list[int]:
@@ -16,14 +55,6 @@ def labels(text: str) -> list[int]:
     if not labels:
         raise argparse.ArgumentTypeError(f"{text!r} is an empty list of labels")
     return labels
-
-
-def names(text: str) -> list[str]:
-    """Solvers: a,b,.."""
-    names = [part.strip() for part in text.split(",") if part.strip()]
-    if not names:
-        raise argparse.ArgumentTypeError(f"{text!r} names no solver")
-    return names
 
 
 def counts(text: str) -> list[int]:
@@ -50,6 +81,14 @@ def positive_float(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    """A number between 0 and 1, without the ends."""
+    value = positive_float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
+    return value
+
+
 def value_range(text: str) -> tuple[float, float]:
     """LOW,HIGH."""
     try:
@@ -59,3 +98,11 @@ def value_range(text: str) -> tuple[float, float]:
     if not -float("inf") < low < high < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r}: LOW must be below HIGH")
     return low, high
+
+
+def picture(text: str) -> Path:
+    """A file that a figure can be drawn to."""
+    path = Path(text)
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in .png, .svg or .pdf")
+    return path
