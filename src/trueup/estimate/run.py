@@ -1,182 +1,140 @@
 """A run directory: what has been measured so far, so that nothing is measured twice.
 
-One file, `checkpoint.safetensors`, holds the moments, the settings they were measured with and a digest of
-every image behind them. It is replaced atomically after each batch, less often where that would take more
-than a tenth of the time; whatever happens, what came after it is all that is lost.
+One file, `checkpoint.safetensors`, holds the moments, the settings they were measured with and digests of
+every image and label behind them. It is replaced atomically after each batch, less often where that would
+take more than a tenth of the time; whatever happens, what came after it is all that is lost.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from array import array
-from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
+from torch import Tensor
 
-from trueup.data import Batch, Samples, digests
-from trueup.errors import DataError, TrueupError
+from trueup.errors import ArtifactError, DataError, TrueupError
 from trueup.estimate.moments import Moments
-from trueup.files import remove_leftovers, write
+from trueup.estimate.stored import pack, unpack
+from trueup.files import Folder, line, load_tensors, save_tensors
+from trueup.images import Batch, Samples
 
-FORMAT = 1
-_SUMS = ("rows", "first", "second", "data_first", "data_second")
-_LEVELS = ("t", "lam", "alpha", "sigma")
-_COUNTS = ("images", "draws", "data_rows", "data_digest")
+KIND = "a run"
+CHECKPOINT = "checkpoint.safetensors"
 _LOOKED_AT = 16  # images read again on resuming, to see that the data is still the same
+_NONSENSE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-@dataclass
-class Run:
+class Run(Folder):
     """A run directory in use by this process alone. `with Run(folder) as run: ...`"""
 
-    folder: str | PathLike[str]
-    indices: array[int] = field(default_factory=lambda: array("q"))  # the samples measured so far
-    digests: array[int] = field(default_factory=lambda: array("q"))  # and what was in them
-    skipped: list[str] = field(default_factory=list)
-    batch_size: int | None = None
-    position: int = 0  # where in the data to go on
+    def __init__(self, path: str | PathLike[str]):
+        super().__init__(path)
+        self.labels: list[int] = []  # digests of the samples' labels
 
     @property
     def file(self) -> Path:
         """The checkpoint."""
-        return Path(self.folder) / "checkpoint.safetensors"
-
-    def __enter__(self) -> Run:
-        folder = Path(self.folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (folder / "lock").open("w")
-        except OSError as error:
-            raise TrueupError(f"cannot use {folder} as a run directory: {error.strerror or error}") from None
-        try:
-            import fcntl
-
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
-        except ImportError:  # not on Windows
-            pass
-        except BlockingIOError:
-            self._lock.close()
-            raise TrueupError(f"another process is working in {folder}: wait for it, or stop it") from None
-        except OSError:  # a file system that cannot lock
-            pass
-        remove_leftovers(self.file)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.close()
+        return self.path / CHECKPOINT
 
     def resume(self, fresh: Moments, samples: Samples) -> Moments:
         """The moments measured so far, or `fresh` in a new run; other settings or images are refused."""
         if not self.file.exists():
             return fresh
         try:
-            with safe_open(self.file, framework="pt") as file:
-                meta = json.loads((file.metadata() or {})["trueup_run"])
-                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            if meta["format"] != FORMAT:
-                raise TrueupError(f"{self.folder} was made by another version of trueup: use a new directory")
-            other = _differences(meta["settings"], _settings(fresh))
-            shapes = {name: getattr(fresh, name).shape for name in (*_SUMS, *_LEVELS)}
-            if not other and {n: v.shape for n, v in tensors.items() if n in shapes} != shapes:
-                raise ValueError("its sums have the wrong shape")
-            self.indices, self.digests = (array("q", tensors[n].tolist()) for n in ("indices", "digests"))
-            self.skipped, self.batch_size = list(meta["skipped"]), meta["batch_size"]
-            self.position, signed = meta["position"], meta["signed"]
-        except (SafetensorError, OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            meta, tensors = load_tensors(self.file, KIND)
+            labels = tensors.pop("labels")
+            moments = unpack(meta["moments"], tensors)
+            signed, settings = meta["signed"], meta["settings"]
+            if labels.shape != moments.indices.shape or labels.dtype != torch.int64:
+                raise ArtifactError("its labels are not those of its samples")
+            if type(signed) is not bool or not isinstance(settings, dict):
+                raise ArtifactError("what it says of its data makes no sense")
+        except (ArtifactError, *_NONSENSE) as error:
             raise TrueupError(
-                f"{self.file} cannot be read ({' '.join(str(error).split())[:100]}): "
-                "delete the run directory to start over"
+                f"{self.file} cannot be trusted ({line(error, 150)}): delete {self.path} to start over"
             ) from None
+        other = [n for n in {**settings, **_settings(fresh)} if settings.get(n) != _settings(fresh).get(n)]
         if other:
             raise TrueupError(
-                f"{self.folder} was begun with another {' and another '.join(other)}: "
+                f"{self.path} was begun with another {' and another '.join(other)}: "
                 "repeat those settings, or use a new run directory"
             )
-        samples.signed = signed
-        self._check_data(samples)
-        samples.skipped, samples.position = list(self.skipped), self.position
-        for name in _SUMS:
-            setattr(fresh, name, tensors[name])
-        for name in _COUNTS:
-            setattr(fresh, name, meta["counts"][name])
-        fresh.provenance = meta["provenance"]
-        return fresh
+        if _settings(moments) != settings:
+            raise TrueupError(f"{self.file} contradicts itself: delete {self.path} to start over")
+        samples.signed, samples.skipped = signed, list(moments.skipped)
+        self.labels = labels.tolist()
+        self._check_data(moments, samples)
+        return moments
 
-    def add(self, batch: Batch) -> None:
-        """Note which samples a batch held."""
-        self.indices.extend(batch.index.tolist())
-        self.digests.extend(map(_signed, batch.digests))
+    def note(self, batch: Batch) -> None:
+        """Note the labels of a batch."""
+        self.labels += _digests(batch.y, len(batch))
 
-    def save(self, moments: Moments, batch_size: int, samples: Samples) -> None:
+    def save(self, moments: Moments, samples: Samples) -> None:
         """Replace the checkpoint."""
-        names = (*_SUMS, *_LEVELS)
-        tensors = {name: getattr(moments, name).to("cpu", copy=True).contiguous() for name in names}
-        tensors["indices"] = torch.tensor(self.indices, dtype=torch.int64)
-        tensors["digests"] = torch.tensor(self.digests, dtype=torch.int64)
-        meta = {
-            "format": FORMAT,
-            "settings": _settings(moments),
-            "provenance": moments.provenance,
-            "counts": {name: getattr(moments, name) for name in _COUNTS},
-            "batch_size": batch_size,
-            "position": samples.position,
-            "skipped": samples.skipped,
-            "signed": samples.signed,
-        }
-        write(self.file, to_bytes(tensors, {"trueup_run": json.dumps(meta)}))
-        self.position = samples.position
+        moments.skipped = samples.skipped
+        meta, tensors = pack(moments)
+        tensors["labels"] = torch.tensor(self.labels, dtype=torch.int64)
+        values = {"settings": _settings(moments), "signed": samples.signed, "moments": meta}
+        save_tensors(self.file, KIND, values, tensors)
 
-    def _check_data(self, samples: Samples) -> None:
-        """Look at some samples again, or, of a stream, which is read up to here anyway, at all."""
-        known = dict(zip(self.indices, self.digests, strict=True))
-        if samples.indexed:
-            last = len(self.indices) - 1
-            some = {self.indices[round(i * last / (_LOOKED_AT - 1))] for i in range(_LOOKED_AT)}
-            found = {index: self._digest(samples, index) for index in sorted(some)}
-        else:
-            found = {}
-            for batch in samples.batches(64, 0, self.position):
-                values = map(_signed, batch.digests)
-                found.update(zip(batch.index.tolist(), values, strict=True))
-            found.update({index: None for index in known if index not in found})
-        for index, value in found.items():
-            if value is None or value != known.get(index):
+    def _check_data(self, moments: Moments, samples: Samples) -> None:
+        """Look at some samples again; a stream, which is read up to here anyway, is looked at in passing."""
+        if not samples.indexed:
+            return
+        last = len(moments.indices) - 1
+        for row in sorted({round(i * last / (_LOOKED_AT - 1)) for i in range(_LOOKED_AT)}):
+            index = int(moments.indices[row])
+            try:
+                found = samples.at(index)
+                same = int(found.digests[0]) == int(moments.digests[row])
+                same = same and _digests(found.y, 1) == [self.labels[row]]
+            except (DataError, IndexError):
+                same = False
+            if not same:
                 raise DataError(
-                    f"sample {index} of {samples.name} is not what it was when {self.folder} was begun: "
-                    "put the images back, or use a new run directory"
+                    f"sample {index} of {samples.name} is not what it was when {self.path} was begun: "
+                    "put the images and labels back, or use a new run directory"
                 )
-
-    @staticmethod
-    def _digest(samples: Samples, index: int) -> int | None:
-        try:
-            return _signed(digests(samples.at(index)[None])[0])
-        except (DataError, IndexError):
-            return None
+        if samples.labels is not None:  # then all of them cost nothing
+            own = moments.indices - samples.images.offset
+            y = torch.as_tensor(samples.labels)[own] if _numeric(samples.labels) else None
+            if y is not None and _digests(y, len(own)) != self.labels:
+                raise DataError(f"the labels are not what they were when {self.path} was begun")
 
 
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 == 1 else value
+def _numeric(labels: Any) -> bool:
+    try:
+        torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True
+
+
+def _digests(y: Tensor | None, count: int) -> list[int]:
+    """A digest of every label; 0 where there are none."""
+    if y is None:
+        return [0] * count
+    rows = (row.contiguous().numpy().tobytes() for row in y.cpu())
+    return [int.from_bytes(hashlib.blake2b(r, digest_size=8).digest(), "little", signed=True) for r in rows]
 
 
 def _settings(moments: Moments) -> dict[str, Any]:
     """Everything that must not change within a run, as JSON has it."""
-    provenance = {k: v for k, v in moments.provenance.items() if k not in ("own_call", "generated")}
+    own = ("binding", "generated", "process")
+    process = json.dumps(moments.provenance["process"], sort_keys=True).encode()
     settings = {
-        **provenance,
+        **{name: value for name, value in moments.provenance.items() if name not in own},
+        "noise process": hashlib.blake2b(process, digest_size=8).hexdigest(),
         "way of generating images": moments.provenance.get("generated"),
         "sample shape": moments.shape,
         "set of levels": moments.t.tolist(),
         "set of bands": moments.bands.edges,
-        "number of draws": moments.draws,
+        "set of classes": moments.classes,
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings))
     return plain
-
-
-def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    return [name for name in {**one, **other} if one.get(name) != other.get(name)]

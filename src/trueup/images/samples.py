@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +144,7 @@ class Samples:
     ) -> Iterator[Batch]:
         """As many samples as were asked for, `limit` at most, in batches.
 
-        skip: indices that are done with, and count. without: digests of images not to use. unique: an image
+        skip: indices that are done with, and count; with their digests, a stream is checked. without: digests of images not to use. unique: an image
         that was read before is not used again. A stream is read from its beginning each time, a generator on
         from where it was left. A sample that cannot be used raises, or with skip_bad is noted in `skipped`.
         """
@@ -154,7 +155,8 @@ class Samples:
         left = min(left - len(skip), math.inf if limit is None else limit)
         seen = set(without)
         for index, item in self._items() if left > 0 else ():
-            if index + self.images.offset in skip:
+            done = index + self.images.offset in skip
+            if done and (self.indexed or not isinstance(skip, Mapping)):
                 continue
             image, label = split_row(item)
             if self.labels is not None:
@@ -165,6 +167,10 @@ class Samples:
                 if not self.images.skip_bad:
                     raise
                 self.skipped.append(str(error))
+                continue
+            if done:
+                if skip[index + self.images.offset] != digest:  # type: ignore[index]
+                    raise DataError(f"sample {index} of {self.name} is not what it was before")
                 continue
             if digest in seen:
                 self.duplicates += digest not in without
@@ -206,10 +212,19 @@ class Samples:
 
     def _order(self) -> Any:
         """All indices; where only some images are used, in an order that is drawn, and always the same."""
-        total = len(self.source)
+        return range(len(self.source)) if self._drawn is None else self._drawn.tolist()
+
+    @cached_property
+    def _drawn(self) -> Tensor | None:
         if self.images.count is None:
-            return range(total)
-        return hashed(torch.arange(total), mix(self.images.seed)).argsort(stable=True).tolist()
+            return None
+        return hashed(torch.arange(len(self.source)), mix(self.images.seed)).argsort(stable=True)
+
+    @cached_property
+    def _rank(self) -> Tensor:
+        """Where each index stands in the order that was drawn."""
+        assert self._drawn is not None
+        return self._drawn.argsort()
 
     def _unbatched(self) -> Iterator[Any]:
         """A stream may yield samples or, as a DataLoader does, batches of them."""
@@ -234,6 +249,8 @@ class Samples:
             keys = self.images.groups
             found = [keys(i) if callable(keys) else keys[i] for i in own]
             group = torch.tensor([_digest(repr(_plain(key)).encode()) for key in found])
+        elif self.indexed and self._drawn is not None:  # dealt in the order drawn, folds are filled evenly
+            group = self._rank[torch.tensor(own)]
         x0 = torch.stack(samples)
         if self.autoencoder is not None and x0.shape[1:] != self.shape:
             x0 = self.autoencoder.encode(x0).cpu()

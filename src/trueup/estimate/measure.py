@@ -1,0 +1,257 @@
+"""Run the network on noised data and collect its moments."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trueup.denoiser import Denoiser, in_parts
+from trueup.errors import DataError, ModelError
+from trueup.estimate.diagnose import check_use
+from trueup.estimate.moments import Moments
+from trueup.estimate.run import Run
+from trueup.hf import as_denoiser
+from trueup.images import Batch, Samples, open_images
+from trueup.noise import level_key, level_keys, normal, normals
+from trueup.process import NoiseProcess
+from trueup.progress import Progress
+
+IMAGES = 500
+LEVEL_SPACING = 0.4  # in lam; docs/results.md shows what interpolating over it costs
+_AT_ONCE = 2**21  # values of x_t at levels whose bookkeeping is done together; at least one level's
+_CHEAP = 0.1  # seconds: a checkpoint that takes no longer is written after every batch
+_SAVING = 10.0  # others when so many times as long was spent measuring
+
+
+def default_levels(process: NoiseProcess) -> Tensor:
+    """Times evenly spaced in lam, about LEVEL_SPACING apart, over the whole process.
+
+    >>> from trueup.process import DiscreteVP
+    >>> levels = default_levels(DiscreteVP.linear())
+    >>> len(levels), levels[0].item(), levels[-1].item()
+    (25, 0.0, 999.0)
+    """
+    top, bottom = float(process.lam(process.t_min)), float(process.lam(process.t_max))
+    count = round((top - bottom) / LEVEL_SPACING) + 1
+    lam = torch.linspace(top, bottom, max(count, 2), dtype=torch.float64)
+    return torch.unique(process.snap(process.t_of_lam(lam)))
+
+
+def check_levels(process: NoiseProcess, levels: Sequence[float] | Tensor | None) -> Tensor:
+    """Times that were asked for, rising and as the network knows them; None: the default ones."""
+    if levels is None:
+        return default_levels(process)
+    if isinstance(levels, (int, float)):
+        raise ModelError(f"levels are times, for instance [0, 500, 999], not the number {levels}")
+    asked = torch.as_tensor(levels, dtype=torch.float64).flatten()
+    if not len(asked):
+        raise ModelError("needs at least one noise level")
+    if not torch.isfinite(asked).all() or (asked < process.t_min).any() or (asked > process.t_max).any():
+        raise ModelError(f"levels are times between {process.t_min:g} and {process.t_max:g}")
+    return torch.unique(process.snap(asked))
+
+
+def measure(
+    model: Any,
+    data: Any,
+    *,
+    levels: Sequence[float] | Tensor | None = None,
+    edges: Sequence[float] | None = None,
+    mean_images: int = 0,
+    classes: Sequence[int] = (),
+    seed: int = 0,
+    run: str | PathLike[str] | None = None,
+    trust: bool = False,
+    progress: bool | None = None,
+) -> Moments:
+    """Measure a network's residuals on images at every level; 500 of them, unless `Images` says otherwise.
+
+    levels: times; the default covers the whole process. edges: of the bands, see `trueup.bands`. mean_images:
+    so many more are read, without being run through the network, to know the data's mean better (the x0
+    control of equation 16). classes: keep the sums of these labels apart. run: a directory that keeps what
+    was measured: called again, it goes on from there, and with more images it adds to them. A network that
+    seems to be used wrongly is refused, unless `trust`. Images that occur twice count once.
+    """
+    denoiser = as_denoiser(model)
+    if denoiser.corrected:
+        raise ModelError(
+            "a calibration is attached to this model: remove it first, or its effect is measured"
+        )
+    if not isinstance(mean_images, int) or mean_images < 0:
+        raise DataError(f"mean_images is a whole number of at least 0, not {mean_images!r}")
+    samples = open_images(data, denoiser, count=IMAGES)
+    moments = _empty(denoiser, samples, levels, edges, classes, int(seed))
+    with Run(run) if run is not None else nullcontext() as kept:
+        if kept is not None:
+            moments = kept.resume(moments, samples)
+        if not trust and not moments.images:
+            check_use(denoiser, samples)
+        moments = _measure(denoiser, samples, moments, int(seed), kept, progress)
+    if mean_images:
+        _add_to_mean(moments, denoiser, samples, mean_images)
+    moments.skipped = samples.skipped
+    return moments
+
+
+def _measure(
+    denoiser: Denoiser,
+    samples: Samples,
+    moments: Moments,
+    seed: int,
+    run: Run | None,
+    progress: bool | None,
+) -> Moments:
+    count, done = samples.images.count, moments.images
+    if count is not None and done > count:
+        raise DataError(
+            f"this run has measured {done} images already, more than the {count} asked for: "
+            "ask for at least as many, or use a new run directory"
+        )
+    expected, each = samples.expected(), moments.levels
+    total = None if expected is None else expected * each
+    known = dict(zip(moments.indices.tolist(), moments.digests.tolist(), strict=True))
+    if denoiser.device.type != "mps":  # which has no float64
+        moments = moments.to(denoiser.device)
+    saved, cost = time.monotonic(), 0.0  # when the last checkpoint was written, and how long that took
+    kept = len(known)  # samples in the last checkpoint
+    with denoiser.evaluating(), Progress(total, "measuring", done=done * each, show=progress) as bar:
+        for batch in samples.batches(denoiser.batch_size, skip=known, without=known.values(), unique=True):
+            if denoiser.conditional and batch.y is None:
+                raise DataError(needs_labels())
+            check_finite(moments)  # of the batch before: its last evaluations ran while this one was read
+            if not len(moments.indices):
+                check_responds(denoiser, batch, seed)
+                binding = denoiser.binding(batch.y)
+                moments.provenance["binding"] = None if binding is None else binding.settings()
+            add_batch(moments, denoiser, batch, seed)
+            if run is not None:
+                run.note(batch)
+                if cost < _CHEAP or time.monotonic() - saved >= _SAVING * cost:
+                    check_finite(moments)
+                    started = time.monotonic()
+                    run.save(moments, samples)
+                    saved, kept = time.monotonic(), len(moments.indices)
+                    cost = saved - started
+            bar.update(len(batch) * each)
+    check_finite(moments)
+    if run is not None and len(moments.indices) > kept:
+        run.save(moments, samples)
+    if not moments.images:
+        raise DataError(
+            f"{samples.name} holds no samples"
+            + (f" that can be used: {samples.skipped[0]}" if samples.skipped else "")
+        )
+    return moments.to("cpu")
+
+
+def needs_labels() -> str:
+    """What to say of data without labels for a network that takes them."""
+    return (
+        "the network is conditional: the data must come with labels, as (image, label) pairs, a column or .npz "
+        "array named `label`, or Images(..., labels=[...])"
+    )
+
+
+def _add_to_mean(moments: Moments, denoiser: Denoiser, samples: Samples, mean_images: int) -> None:
+    """Read more images for the data's own sums alone."""
+    if samples.images.count is None:
+        return  # all there are were measured
+    images = replace(samples.images, count=moments.images + mean_images)
+    more = open_images(images, denoiser)
+    known = dict(zip(moments.indices.tolist(), moments.digests.tolist(), strict=True))
+    for batch in more.batches(256, skip=known, without=known.values(), unique=True):
+        moments.add_samples(
+            batch.index, batch.x0, batch.digests, y=batch.y, group=batch.group, mean_only=True
+        )
+
+
+def _empty(
+    denoiser: Denoiser,
+    samples: Samples,
+    levels: Sequence[float] | Tensor | None,
+    edges: Sequence[float] | None,
+    classes: Sequence[int],
+    seed: int,
+) -> Moments:
+    process = denoiser.process
+    return Moments.empty(
+        process,
+        check_levels(process, levels),
+        denoiser.shape,
+        edges=edges,
+        classes=classes,
+        provenance={
+            "model": denoiser.description,
+            "weights": denoiser.fingerprint(),
+            "process": process.settings(),
+            "parametrization": denoiser.parametrization.settings(),
+            "data_range": list(denoiser.data_range) if denoiser.data_range else None,
+            "seed": seed,
+            "transform": samples.images.transform(),
+            # Not data but samples, see `trueup.sampling.generate`.
+            "generated": getattr(samples.images.source, "origin", None),
+        },
+    )
+
+
+@torch.inference_mode()
+def add_batch(moments: Moments, denoiser: Denoiser, batch: Batch, seed: int) -> None:
+    """Evaluate a batch of samples at every level and add what came out."""
+    device, process = denoiser.device, denoiser.process
+    # Copies to a device wait for it, so there are none between here and the last evaluation.
+    there = batch.to(device)
+    wide = (-1, *[1] * there.x0.ndim)
+    alpha, sigma = (v.to(device, torch.float32).reshape(wide) for v in (moments.alpha, moments.sigma))
+    keys = level_keys(moments.t).to("cpu" if device.type == "mps" else device)
+    times = moments.t.to(device, torch.int64 if process.integer_times else torch.float32)
+    positions = torch.arange(moments.levels, device=moments.first.device)
+
+    def work(levels: slice, part: slice) -> None:
+        rows, a, s = there.rows(part), alpha[levels], sigma[levels]
+        eps = normals(seed, rows.index, keys[levels], denoiser.shape, device)  # (l, B, C, *spatial)
+        x_t = a * rows.x0 + s * eps  # equation 1
+        outputs = [denoiser.predict(x, t, rows.y) for x, t in zip(x_t, times[levels], strict=True)]
+        with torch.autocast(device.type, enabled=False):
+            eps_hat = denoiser.parametrization.to_eps(torch.stack(outputs).float(), x_t, a, s)
+            count = len(eps)
+            moments.add(
+                positions[levels].repeat_interleave(len(rows)),
+                rows.index.repeat(count),
+                *(v.flatten(0, 1) for v in (eps_hat, eps, x_t / s)),
+                y=None if rows.y is None or not moments.classes else rows.y.repeat(count),
+                group=None if rows.group is None else rows.group.repeat(count),
+            )
+
+    at_once = max(1, _AT_ONCE // there.x0.numel())
+    for start in range(0, moments.levels, at_once):
+        levels = slice(start, start + at_once)
+        in_parts(lambda part, levels=levels: work(levels, part), len(batch))  # type: ignore[misc]
+    moments.add_samples(batch.index, batch.x0, batch.digests, y=batch.y, group=batch.group)
+
+
+def check_finite(moments: Moments) -> None:
+    """Raise if the network returned nonsense. Waits for the device, so it is asked once a batch, late."""
+    finite = torch.isfinite(moments.second).movedim(2, 0).flatten(1).all(1).cpu()  # (L,)
+    if not finite.all():
+        t = float(moments.t[~finite][0])
+        raise ModelError(f"the network returned values that are not finite at t = {t:g}")
+
+
+@torch.inference_mode()
+def check_responds(denoiser: Denoiser, batch: Batch, seed: int) -> None:
+    """Raise if the network answers the same whatever it is given."""
+    process = denoiser.process
+    outputs = []
+    for t in process.snap(process.t_of_lam(torch.tensor([1.0, -1.0], dtype=torch.float64))):
+        rows = batch.rows(slice(0, 2)).to(denoiser.device)
+        eps = normal(seed, rows.index, level_key(float(t)), denoiser.shape, denoiser.device)
+        outputs += list(denoiser.predict(process.noised(rows.x0, eps, t), t, rows.y))
+    if all(torch.equal(output, outputs[0]) for output in outputs):
+        raise ModelError("the network returns the same values whatever it is given: are its weights loaded?")
