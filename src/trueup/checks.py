@@ -25,6 +25,11 @@ BELONGS = {
 def check(options: argparse.Namespace) -> None:
     """Raise for a command that cannot be carried out, whatever its model and images hold."""
     _CHECKS.get(options.command, lambda _: None)(options)
+    if getattr(options, "grid", None) is not None:
+        names = options.solver if isinstance(options.solver, list) else [options.solver]
+        other = next((name for name in names if not name.startswith("dpm-solver")), None)
+        if other is not None:
+            raise TrueupError(f"--grid belongs to DPM-Solver: {other} has its own")
     if options.command == "sample":  # which may write to a folder
         _check_samples(options.output)
     else:

@@ -62,9 +62,7 @@ def run(out: Path, *, seed: int = 0, device: str = "cpu", progress: bool | None 
     ]
     ddim = diffusers.DDIMScheduler(clip_sample=False)  # clipping hides what the weights do
     drawn = {
-        name: sample(
-            net, SAMPLES, solver=ddim, nfe=STEPS, calibration=used, seed=seed, progress=progress
-        )
+        name: sample(net, SAMPLES, solver=ddim, nfe=STEPS, calibration=used, seed=seed, progress=progress)
         for name, net, used in rows
     }
     data = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
@@ -102,4 +101,3 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
             for made in calibration.trajectories
         ],
     }
-

@@ -25,7 +25,7 @@ from trueup.commands.shared import (
 from trueup.demo import run as run_demo
 from trueup.demo import run_directory
 from trueup.denoiser import Denoiser
-from trueup.errors import Argument, DataError, ModelError
+from trueup.errors import Argument, DataError
 from trueup.estimate import Moments, fit, measure
 from trueup.estimate.diagnose import look
 from trueup.figure import check_figure, draw
@@ -85,9 +85,7 @@ def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) 
     else:
         data = images_of(options)
         trust = options.command == "check" or options.trust  # `check` looks for itself
-    moments = measure(
-        denoiser, data, seed=options.seed, run=run, trust=trust, progress=progress(options)
-    )
+    moments = measure(denoiser, data, seed=options.seed, run=run, trust=trust, progress=progress(options))
     for reason in moments.skipped[:5]:
         say(options, f"skipped: {reason}")
     if moments.skipped:
@@ -131,7 +129,9 @@ def _finished(partly: Path, calibration: Calibration, options: argparse.Namespac
         return []
     settings = {"seed": options.seed, "labels": options.labels}
     wanted = _walk(options)["trajectories"]
-    return [made for made in before.trajectories if (made.trajectories, made.provenance) == (wanted, settings)]
+    return [
+        made for made in before.trajectories if (made.trajectories, made.provenance) == (wanted, settings)
+    ]
 
 
 def _walk(options: argparse.Namespace) -> dict[str, Any]:

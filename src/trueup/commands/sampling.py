@@ -10,8 +10,8 @@ from pathlib import Path
 from trueup.calibration import Attachment, load
 from trueup.commands.shared import images_of, open_model, open_solver, progress, say, show
 from trueup.errors import TrueupError
-from trueup.evaluation import build_reference, image_maker
 from trueup.evaluation import evaluate as compare
+from trueup.evaluation import image_maker
 from trueup.files import write
 from trueup.metrics import Reference, load_features
 from trueup.sampling import sample_batches
