@@ -31,7 +31,7 @@ def check(options: argparse.Namespace) -> None:
         if other is not None:
             raise TrueupError(f"--grid belongs to DPM-Solver: {other} has its own")
     if options.command == "sample":  # which may write to a folder
-        _check_samples(options.output)
+        _check_samples(options.output, options.force)
     else:
         for name in ("output", "save_reference", "figure"):
             path = getattr(options, name, None)
@@ -61,11 +61,12 @@ def _check_output(output: Path, force: bool) -> None:
     _check_folder(output.parent)
 
 
-def _check_samples(output: Path) -> None:
-    """A folder of pictures may be made and added to; `Output` looks at what is in it."""
-    if output.suffix in (".png", ".npz") and output.is_dir():
-        raise TrueupError(f"{output} is a directory: name the file to write")
-    _check_folder(output if output.is_dir() else output.parent)
+def _check_samples(output: Path, force: bool) -> None:
+    """One file, or a folder that may be made or added to; `Output` looks at what is in it."""
+    if output.suffix.lower() in (".png", ".npz"):
+        _check_output(output, force)
+    else:
+        _check_folder(output if output.is_dir() else output.parent)
 
 
 def _check_folder(folder: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 from trueup import __version__
 from trueup.files import printable
+from trueup.solvers import NAMES
 from trueup.typed import (
-    SOLVERS,
     counts,
     did_you_mean,
     labels,
@@ -280,7 +280,7 @@ def parser() -> _Parser:
     return top
 
 
-_SOLVERS = f"{', '.join(SOLVERS)}, or the class of a diffusers scheduler"
+_SOLVERS = f"{', '.join(NAMES)}, or the class of a diffusers scheduler"
 _DEFAULT = f"{_SOLVERS} (default: dpm-solver-3)"
 _FIGURE = "draw the size of the mean residual over time, the paper's figure 1 (.png, .svg or .pdf)"
 _NFE = "evaluations of the network per sample, at most (default: 20); adaptive solvers decide themselves"

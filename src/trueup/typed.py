@@ -8,19 +8,15 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-# Every solver that has a name, known here so that a wrong one is answered before torch is loaded.
-SOLVERS = (
-    *(f"dpm-solver-{order}{more}" for order in (1, 2, 3) for more in ("", "-fixed", "-adaptive")),
-    *("ddpm", "ddim", "pndm", "dpm++2m", "dpm++3m", "dpm++2m-sde", "dpm++2s", "dpm++3s", "unipc", "deis"),
-    *("euler", "euler-a", "heun", "kdpm2", "kdpm2-a", "edm-euler", "edm-dpm++2m", "flow-euler", "flow-heun"),
-)
+from trueup.errors import TrueupError
+from trueup.solvers import NAMES, check_name
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint at the nearest name there is, or nothing.
 
-    >>> did_you_mean("dpm-solver3", SOLVERS)
-    ', did you mean dpm-solver-3?'
+    >>> did_you_mean("calibrat", ["calibrate", "check"])
+    ', did you mean calibrate?'
     """
     near = difflib.get_close_matches(name, list(known), n=1)
     return f", did you mean {near[0]}?" if near else ""
@@ -28,12 +24,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def solver(text: str) -> str:
     """The name of a solver, or the class of a diffusers scheduler."""
-    own = getattr(sys.modules.get("trueup.sampling"), "names", tuple)()  # somebody may have registered one
-    known = (*SOLVERS, *own)
-    if text in known or text.endswith("Scheduler"):
-        return text
-    hint = did_you_mean(text, known) or f": there are {', '.join(known)}, and diffusers' schedulers by class"
-    raise argparse.ArgumentTypeError(f"unknown solver {text!r}{hint}")
+    sampling = sys.modules.get("trueup.sampling")  # somebody may have registered one there
+    try:
+        check_name(text, NAMES if sampling is None else sampling.solver_names())
+    except TrueupError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def solvers(text: str) -> list[str]:
