@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trueup.calibration import Attachment, Calibration, Sampler, Trajectory, load
+from trueup.calibration import Attachment, Calibration, Trajectory, load
 from trueup.calibration.trajectory import find
 from trueup.commands.shared import (
     find_device,
@@ -32,6 +32,7 @@ from trueup.figure import check_figure, draw
 from trueup.images import open_images
 from trueup.report import as_json, as_text, plain_output
 from trueup.sampling import generate
+from trueup.sampling.draw import sampler_of
 from trueup.trajectory import calibrate_sampler, check_sampler
 from trueup.trajectory.marginals import FEWEST_IMAGES, too_few
 from trueup.trajectory.walk import TRAJECTORIES, network_and_states
@@ -103,7 +104,7 @@ def _add_samplers(
     """The calibration with a trajectory for every sampler; those finished before an interruption are kept."""
     partly = run / _PARTLY
     made = _finished(partly, calibration, options)
-    asked = [Sampler.of(solver.name, solver.settings(), nfe, options.guidance) for solver, nfe in solvers]
+    asked = [sampler_of(solver, nfe, options.guidance) for solver, nfe in solvers]
     for sampler, (solver, nfe) in zip(asked, solvers, strict=True):
         if find(made, sampler) is None:
             calibrated = calibrate_sampler(

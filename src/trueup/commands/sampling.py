@@ -6,8 +6,11 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-from trueup.calibration import Attachment, load
+import torch
+
+from trueup.calibration import load
 from trueup.commands.shared import images_of, open_model, open_solver, progress, say, show
 from trueup.errors import TrueupError
 from trueup.evaluation import evaluate as compare
@@ -15,30 +18,39 @@ from trueup.evaluation import image_maker
 from trueup.files import write
 from trueup.metrics import Reference, load_features
 from trueup.sampling import sample_batches
-from trueup.sampling.draw import check_labels, count_evaluations, find_trajectory, without_trajectory
+from trueup.sampling.draw import find_trajectory, without_trajectory
 from trueup.sampling.store import Output
 
 
 def sample(options: argparse.Namespace) -> int:
     """`trueup sample`."""
     denoiser = open_model(options)
-    solver = open_solver(options.solver, denoiser, options.grid)
-    labels = check_labels(denoiser, options.labels, options.guidance)
-    evaluations = count_evaluations(solver, options.nfe, denoiser, labels)
     calibration = None if options.calibration is None else load(options.calibration)
-    if calibration is not None:
-        Attachment(denoiser, calibration)  # or say now that it does not fit
-    trajectory = find_trajectory(calibration, solver, options.nfe, options.guidance, options.trajectory)
-    if (
-        calibration is not None
-        and calibration.trajectories
-        and not (trajectory or options.trajectory is False)
-    ):
+    solver = open_solver(options.solver, denoiser, options.grid)
+    found = find_trajectory(calibration, solver, options.nfe, options.guidance, options.trajectory)
+    trajectory = None if found is None or found.empty else found
+    how: dict[str, Any] = {
+        "solver": solver,
+        "nfe": options.nfe,
+        "calibration": calibration,
+        "labels": options.labels,
+        "guidance": options.guidance,
+        "trajectory": trajectory is not None,
+        "seed": options.seed,
+        "progress": progress(options),
+    }
+    sample_batches(denoiser, options.samples, **how)  # or say what is wrong before there is a folder
+    if found is not None and found.empty:
+        say(options, f"note: {found.summary()}")
+    if found is None and options.trajectory is None and calibration is not None and calibration.trajectories:
         say(options, f"note: {without_trajectory(calibration)}")
-    if trajectory is not None and trajectory.empty:
-        say(options, f"note: {trajectory.summary()}")
-        trajectory = None
+    y = None if options.labels is None else torch.tensor(options.labels, device=denoiser.device)
+    evaluations = solver.evaluations(options.nfe, denoiser, y)
     autoencoder = denoiser.autoencoder if denoiser.data_range is None else None
+    if autoencoder is None and denoiser.data_range is None and options.output.suffix != ".npz":
+        raise TrueupError(
+            "these samples are latents: write them to a .npz file, or pass the --vae they are of"
+        )
     settings = {
         **denoiser.identity(),
         "solver": repr(solver),
@@ -48,38 +60,23 @@ def sample(options: argparse.Namespace) -> int:
         "guidance": [options.guidance, denoiser.null_label],
         "decoder": None if autoencoder is None else autoencoder.identity,
         "calibration": None if calibration is None else calibration.identity,
+        "trajectory": None if trajectory is None else trajectory.identity,
     }
-    if trajectory is not None:
-        settings["trajectory"] = trajectory.identity
-    if autoencoder is None and denoiser.data_range is None and options.output.suffix != ".npz":
-        raise TrueupError(
-            "these samples are latents: write them to a .npz file, or pass the --vae they are of"
-        )
     output = Output(options.output, options.samples, settings, force=options.force)
     options.run = output.kept.folder
     to_images = image_maker(denoiser)
-    for index, x in sample_batches(
-        denoiser,
-        options.samples,
-        start=min(output.kept.done, options.samples),
-        solver=solver,
-        nfe=options.nfe,
-        calibration=calibration,
-        labels=options.labels,
-        guidance=options.guidance,
-        trajectory=trajectory is not None,
-        seed=options.seed,
-        progress=progress(options),
-    ):
+    start = min(output.kept.done, options.samples)
+    for index, x in sample_batches(denoiser, options.samples, start=start, **how):
         output.add(index, to_images(x))
     output.finish()
-    made = "its own number of" if evaluations is None else str(evaluations)
-    how = "uncalibrated" if calibration is None else f"calibrated ({options.calibration})"
-    how += " and kept on its trajectory" if trajectory is not None else ""
     if options.json:
         more = {"output": str(options.output), "samples": options.samples, "evaluations": evaluations}
         show(options, {**settings, **more}, "")
-    say(options, f"{options.samples} samples, {how}, {solver.name} in {made} evaluations: {options.output}")
+    made = "its own number of" if evaluations is None else str(evaluations)
+    calibrated = "uncalibrated" if calibration is None else f"calibrated ({options.calibration})"
+    calibrated += " and kept on its trajectory" if trajectory is not None else ""
+    text = f"{options.samples} samples, {calibrated}, {solver.name} in {made} evaluations: {options.output}"
+    say(options, text)
     return 0
 
 
