@@ -116,7 +116,8 @@ def test_interrupted_work_is_kept_and_gone_on_with(model, images, tmp_path, monk
         (("--tolerance", "x"), ("not a number",)),
         (("--ode", "--tolerance", 0), ("tolerance",)),
         (("--steps", 5000), ("2 to 1000",)),
-        (("--variance", "large"), ("T steps",)),
+        (("--variance", "large"), ("--steps T",)),
+        (("--ode", "--trace", "exact", "--probes", 3), ("no probes",)),
     ],
 )
 def test_options_that_make_no_sense(model, images, capsys, options, words):
@@ -264,9 +265,6 @@ def test_mistakes_are_found_before_anything_is_measured(images, tmp_path, calibr
     base = ("likelihood", "bundled:ema", "--data", images, "--quiet")
     refused(trueup_command(*base, "--calibration", tmp_path / "none"), "none")
     refused(trueup_command(*base, "--calibration", calibration), "other weights")
-    refused(trueup_command(*base, "--variance", "large"), "--steps T")
-    refused(trueup_command(*base, "--ode", "--tolerance", 0), "tolerance")
-    refused(trueup_command(*base, "--ode", "--trace", "exact", "--probes", 3), "no probes")
     base = ("check", "bundled:ema", "--data", images, "--figure", tmp_path / "none" / "f.png")
     refused(trueup_command(*base), "not a directory")
 

@@ -120,6 +120,10 @@ def _likelihood(options: argparse.Namespace) -> None:
     for name, method in BELONGS.items():
         if getattr(options, name) not in (None, False) and method != options.method:
             raise TrueupError(f"--{name} belongs to --{method}")
+    if options.variance is not None and options.steps is None:
+        raise TrueupError("--variance is that of a chain's steps: pass --steps T")
+    if options.trace == "exact" and options.probes is not None:
+        raise TrueupError("--trace exact needs no probes: leave out --probes")
     if options.run is not None and options.method == "dsm":
         raise TrueupError("--dsm keeps nothing: leave out --run")
     _need_data(options, "say whose likelihood to measure")
