@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import diffusers
@@ -19,7 +18,7 @@ from PIL import Image
 
 import trueup
 from trueup import cli, options
-from trueup.files import bundled
+from trueup.files import bundled, load_tensors
 
 from commandline import refused, trueup_command
 from tiny import save, tiny_unet
@@ -127,31 +126,44 @@ def test_more_images_are_added_without_redoing_the_first(model, images, tmp_path
     refused(trueup_command(*base, "-o", out, "--images", 30, "--force"), "measured 40 images already")
 
 
+STOPPED = """
+import os, signal, sys
+from trueup.cli import main
+from trueup.estimate.run import Run
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+save = Run.save
+
+def saved(self, *args):
+    save(self, *args)
+    os.kill(os.getpid(), signal.{signal})
+
+Run.save = saved
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def stopped(name, *arguments):
+    """The command in a process of its own, which gets a signal when its first checkpoint is written."""
+    return subprocess.run(
+        [sys.executable, "-c", STOPPED.format(signal=name), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+
+
 def test_a_killed_run_goes_on_and_ends_the_same(model, images, tmp_path):
     out, whole = tmp_path / "x", tmp_path / "whole"
     base = ("calibrate", model, "--data", images, "--trust", "--quiet", "--batch-size", 4)
     assert trueup_command(*base, "-o", whole).returncode == 0
     checkpoint = Path(f"{out}.run") / "checkpoint.safetensors"
-    command = [sys.executable, "-m", "trueup.cli", *map(str, base), "-o", str(out)]
-    kills = 0
-    while kills < 3:
-        seen = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
-        process = subprocess.Popen(
-            command,
-            stderr=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        while process.poll() is None:
-            if checkpoint.exists() and checkpoint.stat().st_mtime_ns != seen:
-                process.send_signal(signal.SIGKILL)  # while the next batch is measured
-                process.wait()
-                kills += 1
-                break
-            time.sleep(0.002)
-        else:
-            break
-    assert kills == 3
+    sizes = []
+    for _ in range(3):
+        assert stopped("SIGKILL", *base, "-o", out).returncode == -signal.SIGKILL
+        sizes.append(len(load_tensors(checkpoint, "a run")[1]["labels"]))
+    assert sizes == [4, 8, 12]
     assert not out.exists()
     assert trueup_command(*base, "-o", out).returncode == 0
     assert out.read_bytes() == whole.read_bytes()
@@ -159,23 +171,12 @@ def test_a_killed_run_goes_on_and_ends_the_same(model, images, tmp_path):
 
 def test_ctrl_c_says_how_to_go_on(model, images, tmp_path):
     out = tmp_path / "x"
-    checkpoint = Path(f"{out}.run") / "checkpoint.safetensors"
-    command = ["calibrate", model, "--data", images, "--trust", "--batch-size", 1, "-o", out]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trueup.cli", *map(str, command)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
-    )
-    while not checkpoint.exists() and process.poll() is None:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "interrupted" in said.splitlines()[-1]
-    assert "run the same command again" in said.splitlines()[-1]
-    assert "Traceback" not in said
+    command = ["calibrate", model, "--data", images, "--trust", "--batch-size", 4, "-o", out]
+    done = stopped("SIGINT", *command)
+    assert done.returncode == 130
+    assert "interrupted" in done.stderr.splitlines()[-1]
+    assert "run the same command again" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
     assert trueup_command(*command).returncode == 0
 
 

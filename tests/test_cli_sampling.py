@@ -1,10 +1,6 @@
 """`trueup sample`, `evaluate` and `calibrate --generated` through the real command."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import diffusers
@@ -16,6 +12,7 @@ from PIL import Image
 import trueup
 from trueup.hf import as_denoiser
 from trueup.sampling import pictures
+from trueup.sampling.store import Output
 
 from commandline import in_process, refused, trueup_command
 from tiny import save, tiny_unet
@@ -77,25 +74,26 @@ def test_more_samples_are_added_to_a_folder(model, tmp_path):
     assert len(list((tmp_path / "f").glob("*.png"))) == 2
 
 
-def test_ctrl_c_keeps_what_was_drawn(tmp_path):
-    command = ["sample", "bundled:raw", "-n", 400, "--nfe", 20, "--batch-size", 2, "-o", tmp_path / "x.npz"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trueup.cli", *map(str, command)],
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    run = tmp_path / "x.npz.run"
-    for _ in range(1200):
-        if len(list(run.glob("*.safetensors"))) >= 2:
-            break
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert f"kept in {run}: run the same command again" in error
-    assert json.loads((run / "samples.json").read_text())["done"] >= 4
+def test_ctrl_c_keeps_what_was_drawn(model, tmp_path, monkeypatch):
+    base = ("sample", model, "-n", 8, "--nfe", 3, "--batch-size", 2, "-o")
+    kept, drawn = Output.add, []
+
+    def add(self, index, images):
+        if len(drawn) == 2:
+            raise KeyboardInterrupt
+        drawn.append(index)
+        kept(self, index, images)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "add", add)
+        done = trueup_command(*base, tmp_path / "x.npz")
+    assert done.returncode == 130
+    assert f"kept in {tmp_path / 'x.npz.run'}: run the same command again" in done.stderr
     assert not (tmp_path / "x.npz").exists()
+    assert trueup_command(*base, tmp_path / "x.npz").returncode == 0
+    assert trueup_command(*base, tmp_path / "whole.npz").returncode == 0
+    one, other = (np.load(tmp_path / name)["images"] for name in ("x.npz", "whole.npz"))
+    assert np.array_equal(one, other)
 
 
 def test_evaluate_writes_what_it_prints(model, images, calibration, tmp_path):
