@@ -109,7 +109,12 @@ def test_evaluate_writes_what_it_prints(model, images, calibration, tmp_path):
     refused(trueup_command(*base, "--data", images, "-o", out), "exists")
     again = trueup_command(*base, "--reference", reference, "--json")
     from_reference = json.loads(again.stdout)
-    assert from_reference["loss"] == []
+    assert from_reference["loss"] is None  # that needs images
+    assert said["loss"] is not None
+    assert "evaluations of the network: 96 for samples by dpm-solver-2-4" in done.stdout
+    left_out = trueup_command(*base, "--data", images, "--no-loss", "--json")
+    assert json.loads(left_out.stdout)["loss"] is None
+    assert "denoising loss" not in left_out.stdout
     for one, other in zip(from_reference["rows"], said["rows"], strict=True):
         assert one["changes"]["frechet"]["after"]["value"] == pytest.approx(
             other["changes"]["frechet"]["after"]["value"], rel=1e-4

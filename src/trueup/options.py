@@ -103,8 +103,8 @@ class _Formatter(argparse.HelpFormatter):
 class _Parser(argparse.ArgumentParser):
     """Help that opens with examples, errors of one line, and guesses at what was meant."""
 
-    def __init__(self, *args: Any, opening: str = "", **kwargs: Any):
-        super().__init__(*args, **kwargs, allow_abbrev=False, formatter_class=_Formatter)
+    def __init__(self, *, opening: str, prog: str, **kwargs: Any):
+        super().__init__(prog, allow_abbrev=False, formatter_class=_Formatter, **kwargs)
         self.opening = opening
 
     def format_help(self) -> str:

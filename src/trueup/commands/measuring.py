@@ -13,11 +13,10 @@ from trueup.commands.shared import images_of, open_model, progress, say, show
 from trueup.density import Likelihood, Objectives
 from trueup.density import likelihood as measure_likelihood
 from trueup.density import objectives as measure_objectives
+from trueup.density.run import IMAGES
 from trueup.estimate.diagnose import check_use
 from trueup.files import write
 from trueup.images import open_images
-
-_IMAGES = {"bound": 200, "ode": 32, "dsm": 200}
 
 
 def likelihood(options: argparse.Namespace) -> int:
@@ -30,7 +29,7 @@ def likelihood(options: argparse.Namespace) -> int:
     calibration = None if options.calibration is None else load(options.calibration)
     if calibration is not None:
         Attachment(denoiser, calibration)  # or say now that it does not fit
-    data = images_of(options, options.images or _IMAGES[method])
+    data = images_of(options, options.images or IMAGES.get(method, 200))
     if not options.trust and not (run is not None and (run / "samples.json").exists()):
         say(options, "looking for the usual mistakes")
         for hint in check_use(denoiser, open_images(data, denoiser, exact=True)).hints:

@@ -14,7 +14,7 @@ from trueup.calibration import load
 from trueup.commands.shared import images_of, open_model, open_solver, progress, say, show
 from trueup.errors import TrueupError
 from trueup.evaluation import evaluate as compare
-from trueup.evaluation import image_maker
+from trueup.evaluation import build_reference, image_maker
 from trueup.files import write
 from trueup.metrics import Reference, load_features
 from trueup.sampling import sample_batches
@@ -88,10 +88,14 @@ def evaluate(options: argparse.Namespace) -> int:
     if ":" in options.features:
         sys.path.insert(0, "")  # package.module:name may lie here
     features = load_features(options.features, weights=options.weights, device=denoiser.device)
+    data: Any = images_of(options) if options.reference is None else Reference.load(options.reference)
+    if options.save_reference is not None:
+        data = build_reference(data, denoiser, features, progress=progress(options))
+        data.save(options.save_reference)
     comparison = compare(
         denoiser,
         load(options.calibration),
-        images_of(options) if options.reference is None else Reference.load(options.reference),
+        data,
         solvers=[open_solver(name, denoiser, options.grid) for name in options.solver],
         nfe=options.nfe,
         samples=options.samples,
