@@ -13,14 +13,14 @@ import secrets
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
-from torch import Tensor
 
 from trueup.errors import ArtifactError, TrueupError
+
+if TYPE_CHECKING:  # the command line names files long before it needs torch
+    from torch import Tensor
 
 FORMAT = 3  # of all kinds; 1 and 2 were never released
 BUNDLED = Path(__file__).parent / "bundled"
@@ -60,6 +60,8 @@ def save_tensors(
     path: str | PathLike[str], kind: str, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
     """Write tensors and plain values as one file; what `load_tensors` would refuse is refused here."""
+    from safetensors.torch import save as to_bytes
+
     try:
         plain = json.loads(json.dumps(dict(meta), allow_nan=False, default=_plain))
         plain = {**_escaped(plain), "kind": kind, "format": FORMAT}
@@ -108,6 +110,8 @@ def load_tensors(path: str | PathLike[str], kind: str) -> tuple[dict[str, Any], 
 
 
 def _checksum(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
+    import torch
+
     digest = hashlib.blake2b(json.dumps(meta, sort_keys=True).encode(), digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name]
