@@ -182,7 +182,7 @@ class Denoiser:
 
         However many rows memory holds at once, they are evaluated; a correction that is attached is applied.
         """
-        times = self._times(torch.as_tensor(t), len(x_t), x_t, y)
+        times = self._times(torch.as_tensor(t), x_t, y)
         parts, fitted = in_parts(
             lambda part: self._rows(x_t[part], times[part], None if y is None else y[part]),
             len(x_t),
