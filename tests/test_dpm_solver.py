@@ -9,6 +9,7 @@ import torch
 from scipy.integrate import solve_ivp
 
 import trueup
+from by_hand import calibration_of
 from trueup import process as processes
 from trueup.analytic import GaussianMixture
 from trueup.errors import TrueupError
@@ -20,7 +21,6 @@ from trueup.sampling.draw import count_evaluations
 from trueup.sampling.grid import between
 from trueup.sampling.network import Network
 
-from by_hand import calibration_of
 from tiny import tiny_unet
 
 MEAN = torch.tensor([[[[0.5, -0.3], [0.1, 0.9]]]], dtype=torch.float64)
@@ -224,7 +224,7 @@ def test_adaptive_steps_are_refused_where_times_are_whole():
     with pytest.raises(TrueupError, match="whole ones only"):
         trueup.sample(denoiser, 1, solver=DPMSolver(3, allocation="adaptive"))
     assert not any(name.endswith("adaptive") for name in solvers_for(denoiser))
-    with pytest.raises(TrueupError, match="does not work with this network .*: use dpm-solver-1"):
+    with pytest.raises(TrueupError, match=r"does not work with this network .*: use dpm-solver-1"):
         trueup.sample(denoiser, 1, solver="dpm-solver-3-adaptive")
 
 
