@@ -160,6 +160,13 @@ def test_what_was_loaded_corrects_alike(tmp_path):
     assert torch.allclose(one, other, rtol=0, atol=1e-6 * float(one.abs().max()))
 
 
+def test_support_that_is_whole_needs_no_saying(tmp_path):
+    one, other = make(), make()
+    one.correction.support, other.correction.support = None, torch.ones_like(other.correction.support)
+    one.save(tmp_path / "a")
+    assert one.identity == other.identity == trueup.load(tmp_path / "a").identity
+
+
 def test_empty_correction_stays_empty(tmp_path):
     emptied(make(keep=())).save(tmp_path / "a")
     assert trueup.load(tmp_path / "a").empty

@@ -175,7 +175,7 @@ def test_between_levels_the_tables_follow_the_definition(process, kind):
     )
     # A row takes the nearest of 8,192 times; fading over 0.4 of lam is the steepest there is.
     error, eps_size, u_size = (v.flatten(1).norm(dim=1) for v in (got - expected, eps, x_t / sigma))
-    assert (error < 1e-3 * (1 + eps_size + u_size)).all()
+    assert (error < 5e-3 * (1 + eps_size + u_size)).all()
     assert not torch.equal(got, eps)
 
 

@@ -13,27 +13,25 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.inception import InceptionScore as TheirScore
 from torchmetrics.image.kid import KernelInceptionDistance
 
-from trueup.errors import DataError
+from trueup.errors import DataError, TrueupError
 from trueup.metrics import (
-    Estimate,
+    MEASURES,
     FeatureBatch,
-    FeatureStore,
     GaussianStatistics,
-    InceptionScore,
     Pixels,
     Reference,
     colours,
     frechet,
     frechet_distance,
     inception_score,
-    interval,
     kernel_distance,
+    measure,
     measures,
-    paired_difference,
-    precision_recall,
+    precision,
+    recall,
     wasserstein,
 )
-from trueup.metrics.estimate import group_index
+from trueup.statistics import Number, group_index
 
 
 class Flat(nn.Module):
@@ -138,14 +136,14 @@ def test_frechet_influence_is_the_exact_jackknife(n, d, m):
 # The other measures
 
 
-def test_inception_score_agrees_with_torchmetrics_and_streams():
+def test_inception_score_agrees_with_torchmetrics(monkeypatch):
     logits = draw(200, 12, 7, 3.0).float()
     theirs = TheirScore(feature=Flat(), splits=1)
     theirs.update(images(logits))
     found = inception_score(logits)
-    streamed = InceptionScore().update(logits[:70]).update(logits[70:])
     assert found.value == pytest.approx(float(theirs.compute()[0]), rel=1e-5)  # theirs is float32
-    assert streamed.value == pytest.approx(found.value, rel=1e-12)
+    monkeypatch.setattr("trueup.metrics.score._ROWS", 70)
+    assert inception_score(logits).value == pytest.approx(found.value, rel=1e-12)
 
 
 def test_inception_score_of_one_answer_is_one():
@@ -182,39 +180,36 @@ def test_precision_and_recall_agree_with_prdc(k):
     if k == 1:
         a, b = a[30:], b[20:]  # balls of no radius: prdc calls even their centre outside
     theirs = compute_prdc(a.numpy(), b.numpy(), nearest_k=k)
-    precision, recall = precision_recall(a, b, k)
-    assert (precision.value, recall.value) == pytest.approx(
-        (theirs["precision"], theirs["recall"]), abs=1e-12
-    )
+    found = precision(a, b, k).value, recall(a, b, k).value
+    assert found == pytest.approx((theirs["precision"], theirs["recall"]), abs=1e-12)
 
 
 def test_precision_and_recall_see_copies_at_zero_distance():
     rows = draw(30, 2000, 12).float() + 100  # float32 distances of these are off by more than the radii
     copies = rows.repeat(2, 1)
-    precision, recall = precision_recall(copies, copies, k=1)
-    assert (precision.value, recall.value) == (1, 1)
+    assert precision(copies, copies, k=1).value == recall(copies, copies, k=1).value == 1
 
 
 def test_precision_and_recall_do_not_depend_on_the_chunks(monkeypatch):
     a, b = draw(70, 4, 13), draw(50, 4, 14, 1.2)
-    whole = precision_recall(a, b)
+    whole = precision(a, b), recall(a, b)
     monkeypatch.setattr("trueup.metrics.manifold._ENTRIES", 64)
     monkeypatch.setattr("trueup.metrics.kernel._ENTRIES", 64)
-    for one, other in zip(whole, precision_recall(a, b), strict=True):
+    for one, other in zip(whole, (precision(a, b), recall(a, b)), strict=True):
         assert one.value == other.value
         assert torch.equal(one.influence, other.influence)
 
 
 def test_recall_influence_is_the_jackknife_over_groups():
     a, b = draw(80, 4, 15), draw(61, 4, 16, 0.9)
-    recall = precision_recall(a, b)[1]
+    found = recall(a, b)
     groups = group_index(61)
     expected = torch.zeros(61, dtype=torch.float64)
     for group in range(20):
         kept = groups != group
         m = int((~kept).sum())
-        expected[~kept] = (61 - m) / m * (recall.value - precision_recall(a, b[kept])[1].value)
-    torch.testing.assert_close(recall.influence, expected - expected.mean())
+        expected[~kept] = (61 - m) / m * (found.value - recall(a, b[kept]).value)
+    torch.testing.assert_close(found.influence, expected - expected.mean())
 
 
 def test_wasserstein_agrees_with_scipy():
@@ -241,54 +236,55 @@ def test_colours_are_channel_means():
 # Intervals
 
 REFERENCE = draw(2000, 6, 21)
-MEASURES = {
+DRAWN = {
     "frechet": lambda rows: frechet(rows, statistics(REFERENCE)),
     "kernel": lambda rows: kernel_distance(REFERENCE[:300], rows),
-    "precision": lambda rows: precision_recall(REFERENCE[:300], rows)[0],
-    "recall": lambda rows: precision_recall(REFERENCE[:300], rows)[1],
+    "precision": lambda rows: precision(REFERENCE[:300], rows),
+    "recall": lambda rows: recall(REFERENCE[:300], rows),
     "score": lambda rows: inception_score(4 * rows),
     "wasserstein": lambda rows: wasserstein(rows, REFERENCE),
 }
 
 
-@pytest.mark.parametrize("name", MEASURES)
+@pytest.mark.parametrize("name", DRAWN)
 def test_intervals_cover_as_often_as_they_say(name):
     """95% ones, over 150 draws: 0.88 is four standard deviations off. Recall's may be too wide."""
-    found = [MEASURES[name](draw(120, 6, 1000 + seed, 1.2, 0.2)) for seed in range(150)]
-    expected = np.mean([e.value for e in found])
-    bounds = np.array([interval(e) for e in found])
-    assert ((bounds[:, 0] < expected) & (expected < bounds[:, 1])).mean() > 0.88
-    ratio = np.sqrt((bounds[:, 2] ** 2).mean()) / np.std([e.value for e in found])
+    found = [DRAWN[name](draw(120, 6, 1000 + seed, 1.2, 0.2)) for seed in range(150)]
+    ratio, covered = spread(found)
+    assert covered > 0.88
     assert 0.8 < ratio < (2.0 if name == "recall" else 1.3)
+
+
+def spread(found):
+    """Standard errors over the real scatter, and how often intervals hold the mean of all."""
+    values = np.array([number.value for number in found])
+    covered = np.mean([number.low < values.mean() < number.high for number in found])
+    return np.sqrt(np.mean([number.error**2 for number in found])) / values.std(), covered
 
 
 def test_frechet_interval_holds_with_fewer_images_than_dimensions():
     reference = statistics(draw(3000, 48, 22))
-    found = [frechet(draw(36, 48, 2000 + seed, 1.2, 0.1), reference) for seed in range(100)]
-    expected = np.mean([e.value for e in found])
-    bounds = np.array([interval(e) for e in found])
-    assert ((bounds[:, 0] < expected) & (expected < bounds[:, 1])).mean() > 0.88
-    assert 0.8 < np.sqrt((bounds[:, 2] ** 2).mean()) / np.std([e.value for e in found]) < 1.6
+    ratio, covered = spread([frechet(draw(36, 48, 2000 + s, 1.2, 0.1), reference) for s in range(100)])
+    assert covered > 0.88
+    assert 0.8 < ratio < 1.6
 
 
 def test_paired_differences_cancel_what_both_share():
     reference = statistics(REFERENCE)
-    found = []
+    found, alone = [], []
     for seed in range(150):
         rows = draw(120, 6, 3000 + seed, 1.2, 0.2)
-        found.append(paired_difference(frechet(rows, reference), frechet(rows * 0.97, reference)))
-    values = np.array(found)
-    expected = values[:, 0].mean()
-    assert ((values[:, 1] < expected) & (expected < values[:, 2])).mean() > 0.88
-    unpaired = np.mean([interval(frechet(draw(120, 6, s, 1.2, 0.2), reference))[2] for s in range(5)])
-    assert values[:, 3].mean() < 0.5 * unpaired
+        alone.append(frechet(rows, reference))
+        found.append(frechet(rows * 0.97, reference).difference(alone[-1]))
+    assert spread(found)[1] > 0.88
+    assert np.mean([n.error for n in found]) < 0.5 * np.mean([n.error for n in alone])
 
 
 def test_too_few_images_have_no_interval():
-    few = Estimate(1.0, torch.zeros(7))
-    assert all(math.isnan(x) for x in interval(few) + paired_difference(few, few)[1:])
-    assert all(math.isnan(x) for x in interval(Estimate(1.0)))
-    assert not math.isnan(interval(Estimate(1.0, torch.randn(8)))[0])
+    few = Number.influenced(1.0, torch.zeros(7))
+    for number in (few, few.difference(few), Number.influenced(1.0, None)):
+        assert all(math.isnan(x) for x in (number.error, number.low, number.high))
+    assert not math.isnan(Number.influenced(1.0, torch.randn(8)).low)
 
 
 # All of them together
@@ -301,12 +297,39 @@ def reference_of(n, d):
 
 def test_measures_are_those_the_features_allow():
     found, warnings = measures(FeatureBatch(draw(40, 6, 24).float()), reference_of(50, 6))
-    assert list(found) == ["frechet", "precision", "recall", "kernel"]
+    assert list(found) == ["frechet", "kernel", "precision", "recall"]
     assert warnings == []
     reference = reference_of(50, 6)
     reference.spatial = statistics(draw(50, 4, 25))
     whole = FeatureBatch(draw(40, 6, 24), draw(40, 4, 26), draw(40, 9, 27))
     assert set(measures(whole, reference)[0]) == {*found, "sfid", "inception_score"}
+    coloured = whole._replace(colours=draw(40, 1, 28))
+    assert set(measures(coloured, reference)[0]) == {*found, "sfid", "inception_score", "brightness"}
+
+
+def test_a_measure_of_ones_own_is_measured_like_the_others():
+    def note(generated, reference):
+        return ["nobody knows what it means"]
+
+    try:
+
+        @measure("width", "width of the features", more_is_better=True, notes=note)
+        def width(generated, reference):
+            if generated.pooled.shape[1] < 6:
+                return None
+            spread = generated.pooled.double().square().sum(1)
+            return Number.influenced(float(spread.mean()), spread - spread.mean())
+
+        rows = draw(40, 6, 24)
+        found, notes = measures(FeatureBatch(rows), reference_of(50, 6))
+        assert found["width"].value == pytest.approx(float(rows.square().sum(1).mean()))
+        assert found["width"].low < found["width"].value < found["width"].high
+        assert notes == ["nobody knows what it means"]
+        assert "width" not in measures(FeatureBatch(rows[:, :5]), reference_of(50, 5))[0]
+        with pytest.raises(TrueupError, match="already"):
+            measure("width", "another one")(width)
+    finally:
+        MEASURES.pop("width", None)
 
 
 def test_fewer_images_than_dimensions_are_warned_about():
@@ -316,11 +339,11 @@ def test_fewer_images_than_dimensions_are_warned_about():
     assert "biased upward" in warnings[0]
 
 
-def test_a_store_keeps_the_first_rows():
+def test_a_reference_keeps_the_first_rows():
     rows = draw(10, 3, 28)
-    store = FeatureStore(7).update(rows[:4]).update(rows[4:])
-    assert (store.kept, store.seen) == (7, 10)
-    assert torch.equal(store.rows, rows[:7].float())
+    kept = Reference.build(Pixels(), rows.reshape(10, 1, 1, 3).split(4), limit=7)
+    assert kept.count == 10
+    assert torch.equal(kept.rows, rows[:7].float())
 
 
 GOOD = torch.randn(10, 3)
@@ -339,8 +362,10 @@ def test_bad_features_are_refused(bad):
         lambda rows: frechet(rows, reference),
         lambda rows: kernel_distance(GOOD, rows),
         lambda rows: kernel_distance(rows, GOOD),
-        lambda rows: precision_recall(GOOD, rows),
-        lambda rows: precision_recall(rows, GOOD),
+        lambda rows: precision(GOOD, rows),
+        lambda rows: precision(rows, GOOD),
+        lambda rows: recall(GOOD, rows),
+        lambda rows: recall(rows, GOOD),
     ):
         with pytest.raises(DataError):
             call(BAD[bad])
@@ -353,14 +378,10 @@ def test_bad_features_are_refused(bad):
         lambda: statistics(GOOD[:1]).covariance,
         lambda: statistics(GOOD).merge(statistics(torch.randn(5, 4))),
         lambda: frechet_distance(torch.zeros(3), torch.eye(3), torch.zeros(2), torch.eye(2)),
-        lambda: InceptionScore().value,
-        lambda: FeatureStore(0),
-        lambda: FeatureStore().rows,
+        lambda: inception_score(GOOD[:0]),
         lambda: wasserstein(GOOD[:0], GOOD),
         lambda: wasserstein(GOOD, GOOD[:, :2]),
         lambda: colours(GOOD),
-        lambda: Estimate(0.0, GOOD),
-        lambda: paired_difference(Estimate(0.0, torch.zeros(9)), Estimate(0.0, torch.zeros(8))),
         lambda: measures(FeatureBatch(GOOD[:2]), reference_of(10, 3)),
     ],
 )

@@ -11,7 +11,7 @@ import trueup
 from trueup.analytic import GaussianMixture
 from trueup.density.score_matching import weights
 from trueup.figure import curves, draw
-from trueup.number import Number
+from trueup.statistics import Number
 from trueup.process import VE, ContinuousVP, DiscreteVP, Flow
 
 SHAPE = (1, 6, 6)

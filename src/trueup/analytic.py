@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trueup.data import Samples, Transform
 from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
+from trueup.images import Samples
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess
 
@@ -118,12 +118,11 @@ class KernelDensity:
 
     @classmethod
     def of(
-        cls, data: Any, shape: Sequence[int], *, images: int | None = None, **options: Any
+        cls, data: Any, shape: Sequence[int], model_range: tuple[float, float] | None = (-1.0, 1.0)
     ) -> KernelDensity:
-        """Of whatever `trueup.calibrate` takes as data, in -1..1 unless `model_range` says otherwise."""
-        model_range = options.pop("model_range", (-1.0, 1.0))
-        read = Samples(data, shape, model_range, Transform(**options))
-        batches = list(read.batches(256, limit=images))
+        """Of `Images`, or anything that holds some."""
+        read = Samples(data, shape, model_range)
+        batches = list(read.batches(256))
         if not batches:
             raise TrueupError(f"{read.name} holds no samples")
         labels = [batch.y for batch in batches if batch.y is not None]
@@ -158,7 +157,7 @@ class KernelDensity:
         self, x_t: Tensor, alpha: Tensor, sigma: Tensor, y: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """E[x0 | x_t] and E[eps | x_t]."""
-        wide = (-1, *[1] * (x_t.dim() - 1))
+        wide = (-1, *[1] * (x_t.ndim - 1))
         a, s = (v.to(x_t.device, torch.float64).reshape(wide) for v in (alpha, sigma))
         x0 = self.x0_given(x_t.double(), alpha, sigma, y)
         return x0.to(x_t), ((x_t.double() - a * x0) / s).to(x_t)
@@ -196,20 +195,17 @@ def _denoiser(
     data_range: tuple[float, float] | None = None,
     conditional: bool = False,
 ) -> Denoiser:
-    kind = (
-        parametrization if isinstance(parametrization, Parametrization) else Parametrization(parametrization)
-    )
+    kind = Parametrization(parametrization) if isinstance(parametrization, str) else parametrization
 
     def network(x_t: Tensor, t: Tensor, *y: Tensor) -> Tensor:
         times = t.to(torch.float64)
-        alpha, sigma = process.alpha(times), process.sigma(times)
-        x0, eps = ideal.given(x_t, alpha, sigma, *y)
-        wide = (-1, *[1] * (x_t.dim() - 1))
-        alpha_wide, sigma_wide = alpha.reshape(wide).to(x_t), sigma.reshape(wide).to(x_t)
+        x0, eps = ideal.given(x_t, process.alpha(times), process.sigma(times), *y)
+        alpha, sigma = process.scales(times, x_t)
         if distortion is None:
-            return kind.target(x0, eps, alpha_wide, sigma_wide)
-        eps = eps + distortion(eps, x_t / sigma_wide, process.lam(times).reshape(wide).to(x_t))
-        return kind.from_eps(eps, x_t, alpha_wide, sigma_wide)
+            return kind.target(x0, eps, alpha, sigma)
+        lam = process.lam(times).reshape(-1, *[1] * (x_t.ndim - 1)).to(x_t)
+        eps = eps + distortion(eps, x_t / sigma, lam)
+        return kind.from_eps(eps, x_t, alpha, sigma)
 
     return Denoiser(
         network,

@@ -119,3 +119,29 @@ def default_edges(largest_radius: float) -> list[float]:
     while edges[-1] < largest_radius:
         edges.append(pair[len(edges) % 2] * 2.0 ** ((len(edges) - 4) // 2))
     return [edge for edge in edges if edge < largest_radius] or [0.5]
+
+
+def band_variance(bands: Bands, first: Tensor, second: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Variance of a coefficient, by channel and band, and its standard error, from sums by fold.
+
+    first (F, C, K) and second (F, C, bands) are sums of z and z^2 over rows (F,) samples; single samples are
+    folds of one. Of fewer than four folds the error is that of Gaussian data.
+
+    >>> bands, z = Bands((8, 8)), torch.randn(400, 1, 64, generator=torch.Generator().manual_seed(0))
+    >>> variance, error = band_variance(bands, z, bands.sum(z.square()), torch.ones(400))
+    >>> bool(((variance - 1).abs() < 4 * error).all())
+    True
+    """
+    used = rows > 0
+    first, second, rows = first[used], second[used], rows[used]
+    count, wide = rows.sum(), rows.reshape(-1, 1, 1)
+    mean = first.sum(0) / count.clamp_min(1)
+    # Sum over a fold of (z - mean)^2; the mean is that of all, which costs one degree of freedom.
+    square = second - 2 * bands.sum(mean * first) + wide * bands.sum(mean**2)
+    square = square / bands.sizes.to(square) * (count / (count - 1).clamp_min(1))
+    variance = (square.sum(0) / count.clamp_min(1)).clamp_min(0.0)
+    if len(rows) < 4:
+        return variance, variance * (2 / count.clamp_min(1)).sqrt()
+    share = wide / count
+    scatter = (square / count - share * variance).square().sum(0) / (1 - share.square().sum(0))
+    return variance, scatter.sqrt()

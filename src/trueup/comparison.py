@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from trueup.metrics import Estimate, interval, paired_difference
-from trueup.number import Number
+from trueup.density import Objectives
+from trueup.metrics import MEASURES
+from trueup.statistics import Number, told
 
-# In the order shown: what it is called, and whether more of it is better.
-MEASURES = {
-    "frechet": ("Fréchet distance", False),
-    "sfid": ("sFID (spatial features)", False),
-    "kernel": ("kernel distance (KID)", False),
-    "inception_score": ("Inception Score of these", True),
-    "precision": ("precision", True),
-    "recall": ("recall", True),
-    "colour": ("colour drift (W1)", False),
-    "brightness": ("brightness drift (W1)", False),
-}
+SIDES = ("before", "after")
 
 
 @dataclass(frozen=True)
 class Change:
-    """One measure before and after."""
+    """One measure of samples from the same seeds, before and after."""
 
     before: Number
     after: Number
-    difference: Number
-    better: bool | None  # None: within noise
+    more_is_better: bool = False
 
-    @classmethod
-    def of(cls, before: Estimate, after: Estimate, more_is_better: bool) -> Change:
-        """From two estimates over the same seeds."""
-        difference, low, high, _ = paired_difference(before, after)
-        sure = low > 0 or high < 0
-        return cls(
-            before=Number(before.value, *interval(before)[:2]),
-            after=Number(after.value, *interval(after)[:2]),
-            difference=Number(difference, low, high),
-            better=(difference > 0) == more_is_better if sure else None,
-        )
+    @property
+    def difference(self) -> Number:
+        """After less before: what both share cancels image by image."""
+        return self.after.difference(self.before)
+
+    @property
+    def better(self) -> bool | None:
+        """Whether it is better, or worse (False); None: within noise, or not known."""
+        sign = self.difference.sign
+        return None if sign == 0 else (sign > 0) == self.more_is_better
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; what is not known is null."""
+        numbers = {name: getattr(self, name).as_json() for name in (*SIDES, "difference")}
+        return {**numbers, "better": self.better}
 
 
 @dataclass
@@ -52,8 +45,12 @@ class Row:
     settings: str  # all of the solver's
     nfe: int | None
     evaluations: int | None  # made; None where every image makes its own number
-    changes: dict[str, Change]
+    changes: dict[str, Change]  # by the measure's name
     mean_colour: dict[str, list[float]]  # before, after
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**vars(self), "changes": {name: change.as_json() for name, change in self.changes.items()}}
 
 
 @dataclass
@@ -67,13 +64,14 @@ class Comparison:
     reference: dict[str, Any]
     calibration: dict[str, Any]
     settings: dict[str, Any]  # the network, its labels and guidance
-    loss: list[dict[str, float]]  # per level; empty without data
+    evaluations: dict[str, int]  # of the network, one image each, by what they were made for
+    loss: Objectives | None = None  # of the network as it is and with the calibration attached
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; what is not known is null."""
-        plain: dict[str, Any] = _finite(asdict(self))
-        return plain
+        loss = None if self.loss is None else self.loss.as_json()
+        return {**vars(self), "rows": [row.as_json() for row in self.rows], "loss": loss}
 
     def table(self) -> str:
         """For a terminal."""
@@ -83,38 +81,33 @@ class Comparison:
             lines.append(f"{row.solver}, {made} evaluations, {self.samples:,} samples, seed {self.seed}")
             lines.append(f"  {'':26} {'uncalibrated':>14} {'calibrated':>14}   difference, 95% interval")
             for name, change in row.changes.items():
-                word = {True: "better", False: "WORSE", None: "within noise"}[change.better]
-                if math.isnan(change.difference.low):
-                    word = "too few samples to tell"
-                d = change.difference
                 lines.append(
-                    f"  {MEASURES[name][0]:26} {change.before.value:14.4g} {change.after.value:14.4g}   "
-                    f"{d.value:+.3g} ({d.low:+.3g} to {d.high:+.3g}) {word}"
+                    f"  {MEASURES[name].title:26} {change.before.value:14.4g} {change.after.value:14.4g}   "
+                    f"{told(change.difference, change.more_is_better)}"
                 )
-            means = [", ".join(f"{v:.3g}" for v in row.mean_colour[w][:4]) for w in ("before", "after")]
+            means = [", ".join(f"{v:.3g}" for v in row.mean_colour[side][:4]) for side in SIDES]
             data = ", ".join(f"{v:.3g}" for v in self.reference["mean_colour"][:4])
             lines += [f"  {'mean colour':26} {means[0]:>14} {means[1]:>14}   data: {data}", ""]
-        if self.loss:
-            before, after = (sum(level[k] for level in self.loss) for k in ("before", "after"))
-            worse = [level["t"] for level in self.loss if level["gain"] + level["reach"] < 0]
-            lines.append(
-                f"denoising loss on {self.reference['loss_images']} "
-                f"{'other ' if self.reference['loss_held_out'] else ''}images, sum of {len(self.loss)} "
-                f"levels: {before:.5g} -> {after:.5g} ({before - after:.3g} less)"
-                + (f"; WORSE at t = {', '.join(f'{t:g}' for t in worse)}" if worse else "; worse at none")
-            )
+        if self.loss is not None:
+            lines.append(_loss_line(self.loss))
         lines.append(
             f"features: {self.features['name']} ({self.features['preprocessing']}); reference: "
-            f"{self.reference['images']:,} images. Intervals are over which samples were drawn."
+            f"{self.reference['images']:,} {self.reference['made_of']}. Intervals are over which samples were "
+            "drawn."
         )
+        spent = ", ".join(f"{number:,} for {what}" for what, number in self.evaluations.items())
+        lines.append(f"evaluations of the network: {spent}")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
-def _finite(value: Any) -> Any:
-    """As JSON can have it."""
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _loss_line(loss: Objectives) -> str:
+    """The denoising loss of the network as it was run, level by level added up."""
+    before, after, drop = (loss.losses(which) for which in (*SIDES, "drop"))
+    change = told(Number.mean(-drop.sum(1)))
+    worse = [float(t) for t, column in zip(loss.t, drop.T, strict=True) if Number.mean(column).sign < 0]
+    return (
+        f"denoising loss on {len(before)} {'other ' if loss.held_out else ''}images, sum of {len(loss.t)} "
+        f"levels: {float(before.sum(1).mean()):.5g} -> {float(after.sum(1).mean()):.5g}, {change}; "
+        + (f"WORSE at t = {', '.join(f'{t:g}' for t in worse)}" if worse else "worse at none")
+    )

@@ -19,8 +19,7 @@ from torch import Tensor
 from trueup.calibration import Calibration
 from trueup.errors import TrueupError
 from trueup.files import write
-from trueup.number import Number
-from trueup.process import VE
+from trueup.statistics import Number
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -38,10 +37,8 @@ class Curves:
 def curves(calibration: Calibration) -> Curves:
     """The curves of the network a calibration was measured on; unbiased, so they may dip below zero."""
     e, process = calibration.evidence, calibration.process
-    squares = torch.stack([e.eta2, e.eta2_low, e.eta2_high])
-    return Curves(
-        calibration.t, 0.5 * squares, -process.dlam(calibration.t) * squares, Number(*e.shift_bound_gain)
-    )
+    squares = torch.stack([e.eta2.value, e.eta2.low, e.eta2.high])
+    return Curves(calibration.t, 0.5 * squares, -process.dlam(calibration.t) * squares, e.shift_bound_gain)
 
 
 def check_figure(path: Path) -> Any:
@@ -91,7 +88,7 @@ def draw(calibrations: Mapping[str, Calibration] | Calibration, path: str | Path
             axis.set(xlabel=below, ylabel=beside)
             axis.set_title(title, fontsize="small")
             axis.set_ylim(bottom=0)
-            if below == "t" and isinstance(process, VE):
+            if below == "t" and process.t_min > 0 and process.prior_std > 2:  # t is a sigma of many decades
                 axis.set_xscale("log")
     content = io.BytesIO()
     figure.savefig(content, format=path.suffix.lower()[1:], dpi=120)

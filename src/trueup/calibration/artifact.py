@@ -100,9 +100,8 @@ def identity_of(correction: Correction, provenance: dict[str, Any]) -> str:
     """A short hash of what a calibration does, the same for one and for what was loaded from its file."""
     names = ("process", "parametrization", "binding")
     settings = [*(provenance.get(name) for name in names), correction.bands.edges, correction.bands.spatial]
-    return digest_of(
-        settings, (correction.lam, correction.b, correction.a, correction.d, _support(correction))
-    )
+    parts = (correction.lam, correction.b, correction.a, correction.d, _support(correction))
+    return digest_of(settings, parts)
 
 
 def _support(correction: Correction) -> Tensor:
@@ -155,11 +154,11 @@ def _fields(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     correction = Correction(lam, b, a, d, bands, support)
     if identity_of(correction, provenance) != meta.get("identity"):
         raise ArtifactError("its correction is not the one that was saved")
-    return dict(  # noqa: C408 (reads as the call it becomes)
-        correction=correction,
-        t=t,
-        shape=shape,
-        evidence=Evidence(
+    return {
+        "correction": correction,
+        "t": t,
+        "shape": shape,
+        "evidence": Evidence(
             images=whole(meta, "images", 1, 2**40),
             folds=whole(meta, "folds", 1, 1024),
             dimensions=channels * size,
@@ -168,16 +167,16 @@ def _fields(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
             **{n: Number(*(tensors[f"{n}.{part}"] for part in _PARTS)) for n in _BY_LEVEL},
             **{n: _total(meta, n) for n in _TOTALS},
         ),
-        family=word(meta, "family"),
-        estimator=word(meta, "estimator"),
-        data_mean=mean,
-        data_variance=tensors["data_variance"].double(),
-        data_variance_se=tensors["data_variance_se"].double(),
-        data_images=whole(meta, "data_images", 1, 2**40),
-        data_digests=digests,
-        provenance=provenance,
-        trajectories=trajectories,
-    )
+        "family": word(meta, "family"),
+        "estimator": word(meta, "estimator"),
+        "data_mean": mean,
+        "data_variance": tensors["data_variance"].double(),
+        "data_variance_se": tensors["data_variance_se"].double(),
+        "data_images": whole(meta, "data_images", 1, 2**40),
+        "data_digests": digests,
+        "provenance": provenance,
+        "trajectories": trajectories,
+    }
 
 
 def _map(channels: int, size: int) -> Bounds:
@@ -205,7 +204,7 @@ def _bounds(
         "b": Bounds((levels, channels, coefficients), -1e6, 1e6, single),
         "a": Bounds((levels, channels, bands), -100.0, 100.0, single),
         "d": Bounds((levels, channels, bands), -100.0, 100.0, single),
-        "support": Bounds((levels - 1, bands), 0.0, 1.0, single),
+        "support": Bounds((max(levels - 1, 0), bands), 0.0, 1.0, single),
         "scale": Bounds((levels, bands), 0.0, 1.0, single),
         "shift_se": Bounds((levels,), 0.0, 1e12, unknown=True),
         "data_mean": _map(channels, size),

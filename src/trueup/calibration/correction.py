@@ -41,7 +41,7 @@ class Correction:
         return self.bands.idct(self._grid(self.b))
 
     def refined(self) -> Correction:
-        """What it is at every lam, as levels between which it is linear and beyond which it is zero; equation 27.
+        """What it is at every lam: levels between which it is linear, beyond which it is zero; equation 27.
 
         At a measured level it is whole. Halfway between two it is their mean times `support`, what both of
         them say. And it is whole up to LEVEL_SPACING from the nearest measured level, gone at twice that.

@@ -1,7 +1,4 @@
-"""The variational bound on the likelihood: continuous in time, or of T steps (equations 40 to 45).
-
-One evaluation of the network serves both sides: the calibrated output is a function of the network's own.
-"""
+"""The variational bound on the likelihood: continuous in time, or of T steps (equations 40 to 45)."""
 
 from __future__ import annotations
 
@@ -14,15 +11,13 @@ from torch import Tensor
 
 from trueup.bands import Bands
 from trueup.calibration import Calibration
-from trueup.data import Batch
 from trueup.denoiser import Denoiser
 from trueup.density.levels import Chances, Levels, continuous_levels, data_variance, step_levels
-from trueup.density.sides import Sides
 from trueup.density.terms import discrete_decoder, flat_decoder, prior, step, step_weight
-from trueup.errors import ModelError, TrueupError
+from trueup.errors import Argument, ModelError, TrueupError
+from trueup.images import Batch
 from trueup.noise import normals
-from trueup.process import DiscreteVP, NoiseProcess
-from trueup.sampling.draw import prior_std
+from trueup.process import NoiseProcess
 
 VARIANCES = ("small", "large", "learned_range")
 _NOISE_KEY = 0x626F756E64  # of the noise at the levels drawn for a sample; the decoder's comes first
@@ -33,34 +28,34 @@ class Bound:
     """How to bound: `steps` None is continuous time; `variance` is that of a chain's reverse steps."""
 
     denoiser: Denoiser
-    calibration: Calibration | None
     steps: int | None = None
     variance: str = "small"
     draws: int = 8  # levels per sample; at least as many as there are steps means every one of them
     importance: bool = True
     seed: int = 0
-    at_once: int | None = None
+
+    terms = ("prior", "diffusion", "decoder")
 
     def __post_init__(self) -> None:
-        process = self.denoiser.process
-        self.bands = Bands(self.denoiser.shape[1:])
-        self.sides = Sides(self.denoiser, self.calibration, self.at_once)
-        self.times = None if self.steps is None else step_times(process, self.steps)
+        if not (isinstance(self.draws, int) and self.draws >= 1):
+            raise TrueupError(f"draws is a whole number of at least 1, not {self.draws!r}")
         if self.variance not in VARIANCES:
             raise TrueupError(f"variance is one of {', '.join(VARIANCES)}, not {self.variance!r}")
         if self.steps is None and self.variance != "small":
-            raise TrueupError("the variance of reverse steps belongs to a bound of T steps: pass steps")
+            raise TrueupError(
+                "the variance of reverse steps belongs to a bound of T steps", "pass {}", Argument("steps")
+            )
+        self.times = None if self.steps is None else step_times(self.denoiser.process, self.steps)
         self.levels: Levels | None = None
 
-    def prepare(self, x0: Tensor) -> None:
-        """Choose which levels are drawn how often, by a few samples' frequencies."""
-        process = self.denoiser.process
-        chances = None
+    def prepare(self, x0: Tensor, calibration: Calibration | None) -> None:
+        """Choose which levels are drawn how often: by a few samples' frequencies, and by where it gains."""
+        process, chances = self.denoiser.process, None
         if self.importance:
-            gain = None
-            if self.calibration is not None and not self.calibration.empty:
-                gain = self.calibration.correction.lam, self.calibration.evidence.gain.nan_to_num(0.0)
-            chances = Chances(data_variance(x0, self.bands), self.bands, gain)
+            gain, bands = None, Bands(self.denoiser.shape[1:])
+            if calibration is not None and not calibration.empty:
+                gain = calibration.process.lam(calibration.t), calibration.evidence.gain.value.nan_to_num(0.0)
+            chances = Chances(data_variance(x0, bands), bands, gain)
         if self.times is None:
             self.levels = continuous_levels(process, chances)
             return
@@ -68,29 +63,22 @@ class Bound:
         self.levels = step_levels(lam[1:], step_weight(lam[:-1], lam[1:]), chances)
 
     @torch.inference_mode()
-    def __call__(
-        self, batch: Batch, eight_bit: bool, advance: Callable[[Tensor], None] | None = None
-    ) -> dict[str, Tensor]:
-        """Terms in nats for each sample, (B,): prior, and diffusion and decoder before and after."""
-        denoiser, process = self.denoiser, self.denoiser.process
-        if self.levels is None:
-            self.prepare(batch.x0)
-        x0 = batch.x0.to(denoiser.device)
-        y = batch.y.to(denoiser.device) if batch.y is not None else None
+    def __call__(self, batch: Batch, eight_bit: bool, advance: Callable[[Tensor], None]) -> dict[str, Tensor]:
+        """Terms in nats of each sample, (B,), under the network as it is now, and what they cost."""
+        process = self.denoiser.process
+        on = batch.to(self.denoiser.device)
         last = process.t_max
-        terms = {
-            "prior": prior(x0, float(process.alpha(last)), float(process.sigma(last)), prior_std(process))
+        found = {
+            "prior": prior(on.x0, float(process.alpha(last)), float(process.sigma(last)), process.prior_std),
+            "diffusion": self._diffusion(on, advance),
+            "decoder": self._decoder(on, eight_bit),
         }
-        for name, values in zip(("before", "after"), self._diffusion(batch, x0, y, advance), strict=True):
-            terms[f"diffusion_{name}"] = values
-        for name, values in zip(("before", "after"), self._decoder(batch, x0, y, eight_bit), strict=True):
-            terms[f"decoder_{name}"] = values
-        finite = torch.stack([torch.isfinite(values).cpu() for values in terms.values()]).all(0)
+        finite = torch.stack([torch.isfinite(values).cpu() for values in found.values()]).all(0)
         if not finite.all():
             index = int(batch.index[~finite][0])
             raise ModelError(f"the network returned values that are not finite for image {index}")
-        terms["evaluations"] = torch.full((len(x0),), float(self._count + eight_bit), dtype=torch.float64)
-        return {name: values.cpu() for name, values in terms.items()}
+        found["evaluations"] = torch.full((len(batch),), float(self._count + eight_bit), dtype=torch.float64)
+        return {name: values.cpu() for name, values in found.items()}
 
     def describe(self) -> str:
         """How it is done, in words."""
@@ -108,14 +96,12 @@ class Bound:
     def _count(self) -> int:
         return self.draws if self.times is None else min(self.draws, len(self.times) - 1)
 
-    def _diffusion(
-        self, batch: Batch, x0: Tensor, y: Tensor | None, advance: Callable[[Tensor], None] | None
-    ) -> tuple[Tensor, Tensor]:
+    def _diffusion(self, batch: Batch, advance: Callable[[Tensor], None]) -> Tensor:
         """The integral, or the sum over steps, of each sample."""
         assert self.levels is not None
-        process, device = self.denoiser.process, x0.device
+        process, device = self.denoiser.process, batch.x0.device
         if self.times is not None and self._count == len(self.times) - 1:  # every step
-            cell = torch.arange(self._count).expand(len(x0), -1)
+            cell = torch.arange(self._count).expand(len(batch), -1)
             lam, weight = self.levels.lam[cell], torch.ones(cell.shape, dtype=torch.float64)
         else:
             cell, lam, weight = self.levels.draw(batch.index, self._count, self.seed)
@@ -124,24 +110,40 @@ class Bound:
         else:
             t = self.times[1:][cell]
         keys = torch.arange(1, self._count + 1) + _NOISE_KEY
-        totals = [torch.zeros(len(x0), dtype=torch.float64, device=device) for _ in range(2)]
+        total = torch.zeros(len(batch), dtype=torch.float64, device=device)
         for slot in range(self._count):
             eps = normals(self.seed, batch.index, keys[slot : slot + 1], self.denoiser.shape, device)[0]
-            outputs = self.sides(x0, eps, t[:, slot], y)
-            fraction = self._fraction(x0)
-            if advance is not None:
-                advance(torch.full((len(x0),), (slot + 1) / (self._count + 1)))
-            for total, eps_hat in zip(totals, outputs, strict=True):
-                squared = (eps_hat.double() - eps.double()).square().flatten(1)
-                counts = weight[:, slot].to(device)
-                if self.times is None:
-                    total += counts * squared.sum(1)
-                else:
-                    before = self.times[:-1][cell[:, slot]]
-                    lam_s, lam_t = (process.lam(v).to(device) for v in (before, t[:, slot]))
-                    ratio = self._log_ratio(before, t[:, slot]).to(device)[:, None] * fraction
-                    total += counts * step(squared, lam_s, lam_t, ratio)
-        return totals[0], totals[1]
+            eps_hat, fraction = self._predict(batch, eps, t[:, slot])
+            squared = (eps_hat.double() - eps.double()).square().flatten(1)
+            counts = weight[:, slot].to(device)
+            if self.times is None:
+                total += counts * squared.sum(1)
+            else:
+                before = self.times[:-1][cell[:, slot]]
+                lam_s, lam_t = (process.lam(v).to(device) for v in (before, t[:, slot]))
+                ratio = self._log_ratio(before, t[:, slot]).to(device)[:, None] * fraction
+                total += counts * step(squared, lam_s, lam_t, ratio)
+            advance(torch.full((len(batch),), (slot + 1) / (self._count + 1)))
+        return total
+
+    def _predict(self, batch: Batch, eps: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """eps_hat at x_t, and how far its variances go to the largest: (B, dimensions), or 1 for all."""
+        denoiser, channels = self.denoiser, self.denoiser.shape[0]
+        x_t = denoiser.process.noised(batch.x0, eps, t)
+        raw = denoiser.predict(x_t, t, batch.y, variance=True)
+        output, learned = raw[:, :channels], raw[:, channels:]
+        alpha, sigma = denoiser.process.scales(t, output)
+        eps_hat = denoiser.parametrization.to_eps(output, x_t.to(output), alpha, sigma)
+        if self.variance != "learned_range":
+            return eps_hat, torch.ones(1, 1, dtype=torch.float64, device=eps.device)
+        if not learned.shape[1]:
+            raise ModelError(
+                "this network has no learned variance",
+                "use {} or {}",
+                Argument("variance", "small"),
+                Argument("variance", "large"),
+            )
+        return eps_hat, (0.5 * (learned.double() + 1)).flatten(1)
 
     def _log_ratio(self, s: Tensor, t: Tensor) -> Tensor:
         """Log of the largest variance of a step, that of q(x_t | x_s), over the posterior's (B,)."""
@@ -150,47 +152,33 @@ class Bound:
         process = self.denoiser.process
         return 2 * (process.sigma(t).log() - process.sigma(s).log())
 
-    def _fraction(self, like: Tensor) -> Tensor:
-        """How far the last output's variances go to the largest, (B, dimensions) or 1 for all."""
-        if self.variance != "learned_range":
-            return torch.ones(1, 1, dtype=torch.float64, device=like.device)
-        assert self.sides.rest is not None
-        if self.sides.rest.shape[1] == 0:
-            raise ModelError("this network has no learned variance: use variance='small' or 'large'")
-        return (0.5 * (self.sides.rest.double() + 1)).flatten(1)
-
-    def _decoder(self, batch: Batch, x0: Tensor, y: Tensor | None, eight_bit: bool) -> tuple[Tensor, Tensor]:
+    def _decoder(self, batch: Batch, eight_bit: bool) -> Tensor:
         """-log p(x0 | the least noisy x_t) of each sample."""
-        denoiser, process = self.denoiser, self.denoiser.process
+        denoiser, process, x0 = self.denoiser, self.denoiser.process, batch.x0
         first = process.t_min if self.times is None else float(self.times[0])
         alpha, sigma = float(process.alpha(first)), float(process.sigma(first))
         if not eight_bit:
             value = flat_decoder(math.prod(denoiser.shape), alpha, sigma)
-            both = torch.full((len(x0),), value, dtype=torch.float64)
-            return both, both.clone()
+            return torch.full((len(batch),), value, dtype=torch.float64)
         assert denoiser.data_range is not None
         eps = normals(self.seed, batch.index, torch.tensor([_NOISE_KEY]), denoiser.shape, x0.device)[0]
-        t = torch.full((len(x0),), first, dtype=torch.float64)
+        t = torch.full((len(batch),), first, dtype=torch.float64)
         least, most = decoder_variances(process, self.times)
-        outputs = self.sides(x0, eps, t, y)
-        share = (
-            self._fraction(x0) if self.variance == "learned_range" else torch.zeros_like(self._fraction(x0))
-        )
+        eps_hat, fraction = self._predict(batch, eps, t)
+        share = fraction if self.variance == "learned_range" else torch.zeros_like(fraction)
         variance = (math.log(least) * (1 - share) + math.log(most) * share).exp()
-        std = variance.sqrt().expand(len(x0), x0[0].numel()).reshape(x0.shape)
-        x_t = (alpha * x0 + sigma * eps).double()
-        means = ((x_t - sigma * eps_hat.double()) / alpha for eps_hat in outputs)
-        before, after = (discrete_decoder(x0, mean, std, denoiser.data_range) for mean in means)
-        return before, after
+        std = variance.sqrt().expand(len(batch), x0[0].numel()).reshape(x0.shape)
+        mean = ((alpha * x0 + sigma * eps).double() - sigma * eps_hat.double()) / alpha
+        return discrete_decoder(x0, mean, std, denoiser.data_range)
 
 
 def step_times(process: NoiseProcess, steps: int) -> Tensor:
     """The times of a chain of so many steps, rising: whole and evenly spaced, or even in lam."""
-    if isinstance(process, DiscreteVP):
-        most = len(process.alphas_cumprod)
+    if process.integer_times:
+        most = int(process.t_max - process.t_min) + 1
         if not 2 <= steps <= most:
             raise TrueupError(f"a bound of T steps of this model has 2 to {most} of them, not {steps}")
-        return torch.linspace(0, most - 1, steps, dtype=torch.float64).round()
+        return torch.linspace(process.t_min, process.t_max, steps, dtype=torch.float64).round()
     if steps < 2:
         raise TrueupError(f"a bound of T steps has at least 2 of them, not {steps}")
     top, bottom = (float(process.lam(t)) for t in (process.t_min, process.t_max))
@@ -204,11 +192,11 @@ def decoder_variances(process: NoiseProcess, times: Tensor | None = None) -> tup
     As in improved DDPM: the posterior variance of the step above, which for steps of equal size is half of
     sigma^2. A process without steps of its own takes that half, however many steps a chain has.
     """
-    if not isinstance(process, DiscreteVP):
+    if not process.integer_times:
         noise = float(process.sigma(process.t_min) / process.alpha(process.t_min)) ** 2
         return 0.5 * noise, noise
     if times is None:
-        times = torch.tensor([0.0, 1.0], dtype=torch.float64)
+        times = process.t_min + torch.tensor([0.0, 1.0], dtype=torch.float64)
     alpha, sigma = process.alpha(times[:2]), process.sigma(times[:2])
     added = sigma[1] ** 2 - (alpha[1] / alpha[0]) ** 2 * sigma[0] ** 2  # of q(x_1 | x_0)
     return float(added * sigma[0] ** 2 / sigma[1] ** 2), float(sigma[0] ** 2)

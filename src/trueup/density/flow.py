@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from trueup.denoiser import Denoiser
+from trueup.denoiser.memory import out_of_memory
 from trueup.density.ode import solve
 from trueup.errors import ModelError, TrueupError
-from trueup.estimate.evaluate import out_of_memory
 from trueup.noise import mix, normals
 from trueup.process import NoiseProcess
-from trueup.sampling.draw import prior_std
 
 TRACES = ("rademacher", "gaussian", "exact")
 _PROBE_KEY = 0x70726F6265
@@ -119,19 +118,16 @@ def follow(
 
     def field(flat: Tensor, lam: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         t, scale, share = coordinates(process, lam)
-        axes = (-1, *[1] * len(shape))
         label = None if labels is None else labels[rows]
-        alpha, sigma = (v.to(denoiser.device).reshape(axes) for v in (process.alpha(t), process.sigma(t)))
 
         def eps_of(x_t: Tensor) -> Tensor:
-            output = denoiser(x_t, t.to(x_t.device, torch.float32), label)
-            output = output if output.dtype == torch.float64 else output.float()
-            if torch.is_grad_enabled() and not output.requires_grad:  # what follows would hide it
+            output = denoiser.predict(x_t, t, label)
+            if not output.requires_grad:  # what follows would hide it
                 return output
-            return denoiser.parametrization.to_eps(output, x_t.to(output), alpha.to(output), sigma.to(output))
+            alpha, sigma = process.scales(t, output)
+            return denoiser.parametrization.to_eps(output, x_t.to(output), alpha, sigma)
 
-        x = (flat * scale[:, None]).reshape(-1, *shape)
-        x_t = x.to(torch.float64 if denoiser.dtype == torch.float64 else torch.float32)
+        x_t = as_fed(denoiser, (flat * scale[:, None]).reshape(-1, *shape))
         eps, spread = with_divergence(eps_of, x_t, None if probes is None else probes[:, rows])
         spread = spread.double() * scale  # of eps in y
         slope = share[:, None] * (share[:, None] * flat - eps.flatten(1).double())
@@ -143,7 +139,7 @@ def follow(
     solution = solve(field, y.flatten(1).double(), top, bottom, tolerance, advance)
     last = process.t_max
     rho = math.sqrt(float(process.alpha(last)) ** 2 + float(process.sigma(last)) ** 2)
-    std = prior_std(process) / rho
+    std = process.prior_std / rho
     at_prior = -0.5 * (solution.x / std).square().sum(1) - size * (
         math.log(std) + 0.5 * math.log(2 * math.pi)
     )
@@ -151,6 +147,11 @@ def follow(
     # log p_tmin - log p_0, to first order in the noise's variance: the heat equation (49).
     bias = 0.5 * (seen["eps"].square().sum(1) - share.to(seen["spread"]) * seen["spread"])
     return Traced(at_prior + size * solution.extra, bias, solution.evaluations)
+
+
+def as_fed(denoiser: Denoiser, x_t: Tensor) -> Tensor:
+    """In single precision, or double where the network has that."""
+    return x_t.to(torch.float64 if denoiser.dtype == torch.float64 else torch.float32)
 
 
 def coordinates(process: NoiseProcess, lam: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trueup.bands import Bands
-from trueup.correction import interpolation_weights
+from trueup.bands import Bands, band_variance
+from trueup.calibration.correction import interpolation_weights
 from trueup.noise import mix
 from trueup.process import NoiseProcess
 
@@ -37,10 +37,10 @@ def data_variance(x0: Tensor, bands: Bands) -> Tensor:
     [1.0]
     """
     z = bands.dct(x0.double()).flatten(2)  # (B, C, K)
-    if len(x0) < _FEWEST:  # whose mean says little: about zero, which is not too small
-        return bands.sum(z.square().mean(0)) / bands.sizes
-    centred = z - z.mean(0)
-    return bands.sum(centred.square().sum(0)) / (len(x0) - 1) / bands.sizes
+    # The mean of few says little: about zero, which is not too small.
+    first = z if len(x0) >= _FEWEST else torch.zeros_like(z)
+    rows = torch.ones(len(x0), dtype=torch.float64, device=z.device)
+    return band_variance(bands, first, bands.sum(z.square()), rows)[0]
 
 
 @dataclass(frozen=True)

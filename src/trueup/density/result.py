@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trueup.number import Number
+from trueup.statistics import Number, told
 
 _BOUND = "bound on the negative log-likelihood"
 _FEWEST = 20  # images before anything is called a disagreement
@@ -27,15 +27,12 @@ class Likelihood:
     dimensions: int
     discrete: bool  # a probability of 8-bit values, or a density
     index: list[int]  # of each image in the data
-    terms: dict[
-        str, tuple[Tensor, Tensor | None]
-    ]  # name -> (before, after), (N,) each; they sum to the total
+    # name -> (before, after), (N,) each; they sum to the total
+    terms: dict[str, tuple[Tensor, Tensor | None]]
     settings: dict[str, Any]
-    evaluations: tuple[float, float | None]  # of the network, per image, before and after
+    evaluations: list[float]  # of the network, per image, before and after
     start_bias: tuple[Tensor, Tensor | None] | None = None  # see docs/math.md, equation 49
-    promised: tuple[float, float] | None = (
-        None  # the calibration's own gain of the bound in nats, and its reach
-    )
+    promised: Number | None = None  # the calibration's own gain of the bound, in nats
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -44,7 +41,7 @@ class Likelihood:
 
     def __repr__(self) -> str:
         change = self.difference()
-        after = "" if change is None else f", calibrated {_change(change)}"
+        after = "" if change is None else f", calibrated {told(change)}"
         return f"<{self.method} of {len(self.index)} images: {_fixed(self.mean())} bits/dim{after}>"
 
     @property
@@ -80,14 +77,12 @@ class Likelihood:
             return None
         measured = self.difference("diffusion")
         assert measured is not None
-        scale = self.dimensions * math.log(2)
-        value, reach = self.promised[0] / scale, self.promised[1] / scale
-        found, error = -measured.value, measured.reach
-        words = f"diffusion term: predicted gain {value:.2g} ± {reach:.1g}, found {found:.2g}"
-        words += "" if math.isnan(error) else f" ± {error:.1g}"
+        said, found = self.promised.scaled(1 / (self.dimensions * math.log(2))), measured.scaled(-1)
+        words = f"diffusion term: predicted gain {said.value:.2g} ± {said.reach:.1g}, found {found.value:.2g}"
+        words += "" if math.isnan(found.reach) else f" ± {found.reach:.1g}"
         if len(self.index) < _FEWEST:  # an interval of so few says little
             return f"{words} bits/dim"
-        apart = abs(found - value) > math.hypot(reach, error)
+        apart = abs(found.value - said.value) > math.hypot(said.reach, found.reach)
         return f"{words} bits/dim: {'they DISAGREE' if apart else 'they agree'}"
 
     def table(self) -> str:
@@ -107,16 +102,15 @@ class Likelihood:
             line = f"  {name or 'total':12} {_fixed(Number.mean(self.bits_per_dim(before))):>20}"
             change = self.difference(name)
             if after is not None and change is not None:
-                line += f" {_fixed(Number.mean(self.bits_per_dim(after))):>20}   {_change(change)}"
+                line += f" {_fixed(Number.mean(self.bits_per_dim(after))):>20}   {told(change)}"
             lines.append(line)
         if self.start_bias is not None:
             lines.append(self._bias_line())
-        told = self.agreement()
-        if told is not None:
-            lines.append(f"  {told}")
-        made = self.evaluations[0]
-        both = f", {self.evaluations[1]:.4g} calibrated" if self.evaluations[1] is not None else ""
-        lines.append(f"  evaluations of the network per image: {made:.4g}{both}")
+        agreement = self.agreement()
+        if agreement is not None:
+            lines.append(f"  {agreement}")
+        made = " and calibrated ".join(f"{number:.4g}" for number in self.evaluations)
+        lines.append(f"  evaluations of the network per image: {made}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _bias_line(self) -> str:
@@ -131,31 +125,16 @@ class Likelihood:
     def as_json(self) -> dict[str, Any]:
         """Plain values; what is not known is null."""
 
-        def plain(mean: Number | None) -> dict[str, float | None] | None:
-            return None if mean is None else mean.as_json()
-
-        def side(name: str | None, which: int) -> dict[str, float | None] | None:
-            values = (self.before, self.after)[which] if name is None else self.terms[name][which]
-            return None if values is None else plain(Number.mean(self.bits_per_dim(values)))
-
         def rows(name: str | None) -> dict[str, Any]:
-            found = {
-                "before": side(name, 0),
-                "after": side(name, 1),
-                "difference": plain(self.difference(name)),
-            }
-            return {key: value for key, value in found.items() if value is not None}
+            pair = (self.before, self.after) if name is None else self.terms[name]
+            numbers = [None if v is None else Number.mean(self.bits_per_dim(v)) for v in pair]
+            named = zip(("before", "after", "difference"), [*numbers, self.difference(name)], strict=True)
+            return {key: number.as_json() for key, number in named if number is not None}
 
+        sides = {"before": self.before} | ({} if self.after is None else {"after": self.after})
+        bits = {name: self.bits_per_dim(nats).tolist() for name, nats in sides.items()}
         images = [
-            {
-                "index": index,
-                "before": _number(float(self.bits_per_dim(self.before[row]))),
-                **(
-                    {}
-                    if self.after is None
-                    else {"after": _number(float(self.bits_per_dim(self.after[row])))}
-                ),
-            }
+            {"index": index, **{name: _number(values[row]) for name, values in bits.items()}}
             for row, index in enumerate(self.index)
         ]
         bias = None
@@ -172,7 +151,7 @@ class Likelihood:
             "terms": {name: rows(name) for name in self.terms},
             "start_bias": bias,
             "agreement": self.agreement(),
-            "evaluations": [v for v in self.evaluations if v is not None],
+            "evaluations": self.evaluations,
             "settings": self.settings,
             "notes": self.notes,
             "per_image": images,
@@ -183,15 +162,6 @@ def _fixed(number: Number) -> str:
     if math.isnan(number.low):
         return f"{number.value:.4f}"
     return f"{number.value:.4f} ± {number.reach:.2g}"
-
-
-def _change(change: Number) -> str:
-    if math.isnan(change.low):
-        return f"{change.value:+.3g} (one image: no interval)"
-    if change.low == change.high == 0:
-        return "none"
-    word = "better" if change.high < 0 else "WORSE" if change.low > 0 else "within noise"
-    return f"{change.value:+.3g} ({change.low:+.3g} to {change.high:+.3g}) {word}"
 
 
 def _number(value: float) -> float | None:

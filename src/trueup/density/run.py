@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
+from collections.abc import Callable
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,20 @@ import torch
 from torch import Tensor
 
 from trueup.calibration import Calibration
-from trueup.data import Batch, Samples, Transform, digests
-from trueup.denoiser import Denoiser
+from trueup.denoiser import Denoiser, in_parts
 from trueup.density.bound import VARIANCES, Bound
-from trueup.density.exact import STARTS, Exact
+from trueup.density.exact import TOLERANCE, Exact
 from trueup.density.flow import Divergence
-from trueup.density.opening import first_image, open_both
+from trueup.density.opening import Sides, check_labelled, passed_over, unused
 from trueup.density.result import Likelihood
-from trueup.errors import DataError, ModelError, TrueupError
-from trueup.estimate.evaluate import default_batch_size
-from trueup.noise import mix
+from trueup.errors import Argument, DataError, ModelError, TrueupError
+from trueup.images import Batch, Samples, open_images
+from trueup.noise import hashed
+from trueup.progress import Progress
 from trueup.sampling.store import Kept
+from trueup.statistics import Number
 
-METHODS = ("bound", "ode")
-TOLERANCE = 1e-4
+IMAGES = {"bound": 200, "ode": 32}  # by method
 _LOOKED_AT = 32  # images whose frequencies say where the loss lies
 
 
@@ -35,7 +36,6 @@ def likelihood(
     calibration: Calibration | str | PathLike[str] | None = None,
     *,
     method: str = "bound",
-    images: int | None = None,
     steps: int | None = None,
     variance: str | None = None,
     draws: int = 8,
@@ -45,14 +45,6 @@ def likelihood(
     probes: int = 1,
     start: str = "noise",
     seed: int = 0,
-    batch_size: int | None = None,
-    resize: str | None = None,
-    crop: str | None = None,
-    flip: bool = False,
-    data_range: tuple[float, float] | None = None,
-    skip_bad: bool = False,
-    scheduler: Any = None,
-    device: torch.device | str | None = None,
     run: str | PathLike[str] | None = None,
     force: bool = False,
     progress: bool | None = None,
@@ -68,86 +60,80 @@ def likelihood(
     8-bit ones dequantized uniformly, as is usual: the bias of that is stated. 8-bit images give bits/dim of
     a probability, floating point samples and latents those of a density.
 
-    images: how many (default: 200 by the bound, 32 by the ODE); a calibration's own images, where the data
-    begins with them, are passed over. run: a directory that keeps what was done, to go on after an
-    interruption. The rest is as in `calibrate`.
+    data: 200 images (32 by the ODE), unless `Images` says otherwise; those that the calibration was made from
+    are passed over. run: a directory that keeps what was done, to go on after an interruption; force replaces
+    what was done there with other settings.
     """
-    denoiser, calibration = open_both(model, calibration, scheduler, device)
-    if method not in METHODS:
-        raise TrueupError(f"method is one of {', '.join(METHODS)}, not {method!r}")
-    if start not in STARTS:
-        raise TrueupError(f"start is one of {', '.join(STARTS)}, not {start!r}")
-    check_tolerance(tolerance)
-    for name, value in (("images", images), ("draws", draws), ("batch_size", batch_size)):
-        if value is not None and not (isinstance(value, int) and value >= 1):
-            raise TrueupError(f"{name} is a whole number of at least 1, not {value!r}")
-    transform = Transform(resize, crop, flip, data_range)
-    samples = Samples(data, denoiser.shape, denoiser.data_range, transform, skip_bad, exact=True)
-    notes: list[str] = []
-    first = first_image(calibration, samples, notes)
-    count = images or (200 if method == "bound" else 32)
-    size = batch_size or default_batch_size(denoiser)
+    if method not in IMAGES:
+        raise TrueupError(f"method is one of {', '.join(IMAGES)}, not {method!r}")
+    sides = Sides(model, calibration)
+    denoiser = sides.denoiser
     how: Bound | Exact
+    options: dict[str, Any]
     if method == "bound":
-        chosen = variance or _variance(denoiser, steps)
-        how = Bound(denoiser, calibration, steps, chosen, draws, importance, seed, size)
-        size = max(size, _LOOKED_AT)
+        how = Bound(denoiser, steps, variance or _variance(denoiser, steps), draws, importance, seed)
+        options = {"steps": steps, "draws": draws, "importance": importance}
     else:
-        how = Exact(denoiser, calibration, Divergence(trace, probes, seed), tolerance, start, seed)
-    description = how.describe()
+        how = Exact(denoiser, Divergence(trace, probes, seed), tolerance, start, seed)
+        options = {"tolerance": tolerance, "trace": trace, "probes": probes, "start": start}
+    samples = open_images(data, denoiser, count=IMAGES[method], exact=True)
+    notes: list[str] = []
+    without = unused(sides.calibration, samples, notes)
     settings = {
         **denoiser.identity(),
         "method": method,
-        "description": description,
+        "description": how.describe(),
         "seed": seed,
-        **({"steps": steps, "draws": draws, "importance": importance} if method == "bound" else {}),
-        **(
-            {"tolerance": tolerance, "trace": trace, "probes": probes, "start": start}
-            if method == "ode"
-            else {}
-        ),
-        "calibration": None if calibration is None else calibration.identity,
-        "first image": first,
-        "way of reading images": [resize, crop, flip, data_range],
+        **options,
+        "calibration": None if sides.calibration is None else sides.calibration.identity,
+        "way of reading images": samples.images.transform(),
     }
     kept = None if run is None else Kept(Path(run), settings, force=force)
-    with denoiser.evaluating(), torch.inference_mode(False):
-        rows = _collect(denoiser, samples, first, count, size, how, kept, progress)
+    with denoiser.evaluating(), torch.inference_mode(False), sides:
+        rows = _collect(sides, samples, without, how, kept, progress)
     if not len(rows["sample"]):
         raise DataError(f"{samples.name} holds no samples to measure the likelihood of")
-    if samples.skipped:
-        notes.append(f"{len(samples.skipped)} images left out: {'; '.join(samples.skipped[:3])}")
-    if images is not None and len(rows["sample"]) < images:
-        notes.append(f"there are no more than {len(rows['sample'])} images, {images} were asked for")
-    if resize is not None:
+    passed_over(samples, notes)
+    asked = samples.images.count
+    if samples.images is data and asked is not None and len(rows["sample"]) < asked:
+        notes.append(f"there are no more than {len(rows['sample'])} images, {asked} were asked for")
+    if samples.images.resize is not None:
         notes.append("the likelihood is that of the images as they were resized")
-    if not bool(rows["eight_bit"][0]):
+    discrete = bool(rows["eight_bit"][0])
+    if not discrete:
         notes.append(
             "floating point data: bits/dim are of a density in the model's own range, and do not compare "
             "with those of 8-bit images"
         )
-    promised = _promise(calibration) if method == "bound" and steps is None else None
     biased = method == "ode" and start == "data"
-    return _result(rows, method, description, denoiser, settings, notes, promised, biased)
+    return Likelihood(
+        method=method,
+        description=how.describe(),
+        dimensions=math.prod(denoiser.shape),
+        discrete=discrete,
+        index=[int(i) for i in rows["sample"]],
+        terms={name: _pair(rows, name) for name in how.terms},
+        settings=settings,
+        evaluations=[float(rows[f"evaluations_{side}"].mean()) for side in sides.names],
+        start_bias=_pair(rows, "bias") if biased else None,
+        promised=_promise(sides.calibration) if method == "bound" and steps is None else None,
+        notes=notes,
+    )
 
 
-def check_tolerance(tolerance: float) -> None:
-    """Raise unless it is one."""
-    if not isinstance(tolerance, (int, float)) or not 0 < tolerance < 1:
-        raise TrueupError(f"tolerance is a number between 0 and 1, not {tolerance!r}")
+def _pair(rows: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor | None]:
+    return rows[f"{name}_before"], rows.get(f"{name}_after")
 
 
-def _promise(calibration: Calibration | None) -> tuple[float, float] | None:
-    """What a calibration of all levels says the bound gains in nats, and its 95% reach."""
-    if calibration is None:
+def _promise(calibration: Calibration | None) -> Number | None:
+    """What a calibration of all levels says the bound gains in nats."""
+    if calibration is None or math.isnan(calibration.evidence.bound_gain.low):
         return None
-    process, e = calibration.process, calibration.evidence
-    levels = process.lam(torch.tensor([process.t_min, process.t_max], dtype=torch.float64))
-    ends = calibration.correction.lam[[0, -1]]
-    nats, error = e.bound_gain
-    if not torch.allclose(levels, ends, atol=0.05) or math.isnan(nats) or math.isnan(error):
+    process = calibration.process
+    ends = process.lam(torch.tensor([process.t_min, process.t_max], dtype=torch.float64))
+    if not torch.allclose(ends, process.lam(calibration.t[[0, -1]]), atol=0.05):
         return None
-    return nats, e.quantile * error
+    return calibration.evidence.bound_gain
 
 
 def _variance(denoiser: Denoiser, steps: int | None) -> str:
@@ -157,81 +143,96 @@ def _variance(denoiser: Denoiser, steps: int | None) -> str:
     named = str((denoiser.scheduler_config or {}).get("variance_type") or "fixed_small")
     found = named.removeprefix("fixed_").removesuffix("_log")
     if found not in VARIANCES:
-        raise ModelError(f"reverse variances of type {named!r} are not known: pass variance='small'")
+        raise ModelError(
+            f"reverse variances of type {named!r} are not known", "pass {}", Argument("variance", "small")
+        )
     return found
 
 
 def _collect(
-    denoiser: Denoiser,
+    sides: Sides,
     samples: Samples,
-    first: int,
-    count: int,
-    size: int,
+    without: set[int],
     how: Bound | Exact,
     kept: Kept | None,
     progress: bool | None,
 ) -> dict[str, Tensor]:
     """What every image came out as, {name: (N,)}; what was kept before is not made again."""
-    from tqdm import tqdm
-
-    shown = sys.stderr.isatty() if progress is None else progress
-    total = min(count, max(0, len(samples) - first)) if samples.indexed else count
+    denoiser, expected = sides.denoiser, samples.expected()
     parts: list[dict[str, Tensor]] = []
-    done = 0 if kept is None else min(kept.done, total)
-    seen = 0
-    bar = tqdm(total=total, initial=done, desc="likelihood", unit="image", disable=not shown, file=sys.stderr)
-    with bar:
-        for batch in samples.batches(size, first, limit=count):
-            if denoiser.conditional and batch.y is None:
-                raise DataError("the network is conditional: the data must come with labels")
-            eight_bit = samples.eight_bit
-            assert eight_bit is not None
-            if seen == 0:  # the first images say where to look, also when going on from later ones
-                how.prepare(_to_look_at(samples, first, batch))
-            skip = min(max(0, done - seen), len(batch.index))
+    done = 0 if kept is None else kept.done
+    done = done if expected is None else min(done, expected)
+    seen, at_once = 0, denoiser.batch_size
+    size = (
+        at_once if samples.indexed else max(at_once, _LOOKED_AT)
+    )  # a stream's first must be at hand at once
+    with Progress(expected, "likelihood", unit="image", done=done, show=progress) as bar:
+        if samples.indexed:
+            how.prepare(_to_look_at(samples, denoiser, without), sides.calibration)
+        for batch in samples.batches(size, without=without):
+            check_labelled(denoiser, batch)
+            if seen == 0 and not samples.indexed:
+                how.prepare(batch.x0[:_LOOKED_AT], sides.calibration)
+            skip = min(max(0, done - seen), len(batch))
             if kept is not None and skip:
                 _check_same(kept.tensors(seen + skip)["digest"][seen:], batch, samples.name, kept)
-            seen += len(batch.index)
-            if skip == len(batch.index):
+            seen += len(batch)
+            if skip == len(batch):
                 continue
-            part = Batch(batch.index[skip:], batch.x0[skip:], None if batch.y is None else batch.y[skip:])
-            start = bar.n
-
-            def advance(share: Tensor, start: float = start) -> None:
-                bar.n = round(start + float(share.sum()), 1)
-                bar.refresh()
-
-            rows = how(part, eight_bit, advance)
+            part, eight_bit = batch.rows(slice(skip, None)), bool(samples.eight_bit)
+            made, at_once = in_parts(_work(sides, how, part, eight_bit, bar), len(part), at_once)
+            rows = {name: torch.cat([each[name] for each in made]) for name in made[0]}
             rows["sample"], rows["digest"] = part.index, _digests(part)
-            rows["eight_bit"] = torch.full((len(part.index),), float(eight_bit))
+            rows["eight_bit"] = torch.full((len(part),), float(eight_bit))
             if kept is not None:
-                kept.add(torch.arange(seen - len(part.index), seen), **rows)
+                kept.add(torch.arange(seen - len(part), seen), **rows)
             else:
                 parts.append(rows)
-            bar.n = seen
-            bar.refresh()
-    if kept is not None:
-        return kept.tensors(seen) if seen else {"sample": torch.zeros(0)}
-    if not parts:
+            bar.update(seen - bar.done)
+    if not seen:
         return {"sample": torch.zeros(0)}
+    if kept is not None:
+        return kept.tensors(seen)
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _to_look_at(samples: Samples, first: int, batch: Batch) -> Tensor:
-    """The first images, as many whatever is asked for; of a stream, those at hand."""
-    if not samples.indexed:
-        return batch.x0[:_LOOKED_AT]
-    place, skipped = samples.position, list(samples.skipped)
-    looked_at = next(samples.batches(_LOOKED_AT, first)).x0
-    samples.position, samples.skipped = place, skipped
-    return looked_at
+def _work(
+    sides: Sides, how: Bound | Exact, batch: Batch, eight_bit: bool, bar: Progress
+) -> Callable[[slice], dict[str, Tensor]]:
+    """What to do with rows of a batch: measure both sides, telling how far it got."""
+
+    def measure(part: slice) -> dict[str, Tensor]:
+        rows, found, first = batch.rows(part), {}, bar.done
+        for turn, side in enumerate(sides.names):
+
+            def advance(share: Tensor, turn: int = turn) -> None:
+                shares = (turn * len(rows) + float(share.sum())) / len(sides.names)
+                bar.update(first + shares - bar.done)
+
+            with sides.on(side):
+                made = how(rows, eight_bit, advance)
+            found |= {f"{name}_{side}": values for name, values in made.items()}
+        return found
+
+    return measure
+
+
+def _to_look_at(samples: Samples, denoiser: Denoiser, without: set[int]) -> Tensor:
+    """The first images, as many whatever is asked for."""
+    images = samples.images
+    images = images if images.count is None else replace(images, count=_LOOKED_AT)
+    batch = next(open_images(images, denoiser, exact=True).batches(_LOOKED_AT, without=without), None)
+    if batch is None:
+        raise DataError(f"{samples.name} holds no samples that can be used")
+    return batch.x0
 
 
 def _digests(batch: Batch) -> Tensor:
     """Of each image with its label."""
-    labels = [0] * len(batch.index) if batch.y is None else digests(batch.y.reshape(len(batch.index), -1))
-    pairs = zip(batch.digests, labels, strict=True)
-    return torch.tensor([mix(image ^ mix(label)) >> 1 for image, label in pairs], dtype=torch.int64)
+    if batch.y is None:
+        return batch.digests
+    labels = batch.y.reshape(len(batch), -1).double().view(torch.int64)
+    return batch.digests ^ hashed(labels).sum(1)
 
 
 def _check_same(digests: Tensor, batch: Batch, name: str, kept: Kept) -> None:
@@ -242,45 +243,3 @@ def _check_same(digests: Tensor, batch: Batch, name: str, kept: Kept) -> None:
             f"sample {int(batch.index[: len(digests)][~same][0])} of {name} is not what it was when "
             f"{kept.folder} was begun: put the images back, or use a new run directory"
         )
-
-
-def _result(
-    rows: dict[str, Tensor],
-    method: str,
-    description: str,
-    denoiser: Denoiser,
-    settings: dict[str, Any],
-    notes: list[str],
-    promised: tuple[float, float] | None,
-    biased: bool,
-) -> Likelihood:
-    after = settings["calibration"] is not None
-    terms: dict[str, tuple[Tensor, Tensor | None]]
-    bias: tuple[Tensor, Tensor | None] | None = None
-    evaluations: tuple[float, float | None]
-    if method == "bound":
-        terms = {"prior": (rows["prior"], rows["prior"] if after else None)}
-        for name in ("diffusion", "decoder"):
-            terms[name] = (rows[f"{name}_before"], rows[f"{name}_after"] if after else None)
-        evaluations = float(rows["evaluations"][0]), None
-    else:
-        terms = {"total": (rows["nats_before"], rows["nats_after"] if after else None)}
-        evaluations = (
-            float(rows["evaluations_before"].mean()),
-            float(rows["evaluations_after"].mean()) if after else None,
-        )
-        if biased:
-            bias = rows["bias_before"], rows["bias_after"] if after else None
-    return Likelihood(
-        method=method,
-        description=description,
-        dimensions=math.prod(denoiser.shape),
-        discrete=bool(rows["eight_bit"][0]),
-        index=[int(i) for i in rows["sample"]],
-        terms=terms,
-        settings=settings,
-        evaluations=evaluations,
-        start_bias=bias,
-        promised=promised,
-        notes=notes,
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -13,19 +12,18 @@ import torch
 from torch import Tensor
 
 from trueup.calibration import Calibration
-from trueup.correction import interpolation_weights
-from trueup.data import Samples, Transform
+from trueup.calibration.correction import interpolation_weights
 from trueup.denoiser import Denoiser
-from trueup.density.opening import first_image, open_both
-from trueup.density.sides import Sides
+from trueup.density.opening import Sides, check_labelled, passed_over, unused
 from trueup.errors import DataError, ModelError, TrueupError
-from trueup.estimate.collect import check_levels
-from trueup.estimate.evaluate import default_batch_size
-from trueup.estimate.statistics import trapezoid_weights
+from trueup.estimate.measure import check_levels
+from trueup.images import Batch, open_images
 from trueup.noise import level_keys, normal
-from trueup.number import Number
 from trueup.process import NoiseProcess
+from trueup.progress import Progress
+from trueup.statistics import Number, told, trapezoid_weights
 
+IMAGES = 200
 MIN_SNR = 5.0  # gamma of min-SNR weighting
 _FINE = 20001  # points of the integral over time
 Weighting = str | Callable[[Tensor], Tensor]
@@ -80,24 +78,27 @@ class Objectives:
     family: str | None
     sm_before: Tensor | None = None
     sm_after: Tensor | None = None
+    held_out: bool = True  # whether no image made the calibration
+    evaluations: int = 0  # of the network, one image each
     notes: list[str] = field(default_factory=list)
 
     def level(self, which: str = "before") -> list[Number]:
         """J of the paper at every level, half the score's squared error: 1/(2 sigma^2) of the eps loss."""
         scale = 0.5 / self.process.sigma(self.t).square()
-        return [Number.mean(column) for column in (self._losses(which) * scale).T]
+        return [Number.mean(column) for column in (self.losses(which) * scale).T]
 
     def total(self, weighting: Weighting = "g2", which: str = "before") -> Number:
         """The total objective; `which` is before, after, drop, predicted, or sm_before and so on."""
-        return Number.mean(self._losses(which) @ weights(weighting, self.process, self.t))
+        return Number.mean(self.losses(which) @ weights(weighting, self.process, self.t))
 
-    def _losses(self, which: str) -> Tensor:
+    def losses(self, which: str) -> Tensor:
+        """What every image lost at every level, (N, L); `which` as in `total`."""
         if which == "drop":
-            return self._losses("before") - self._losses("after")
+            return self.losses("before") - self.losses("after")
         if which == "sm_drop":
-            return self._losses("sm_before") - self._losses("sm_after")
+            return self.losses("sm_before") - self.losses("sm_after")
         if which == "missed":  # by theory
-            return self._losses("drop") - self._losses("predicted")
+            return self.losses("drop") - self.losses("predicted")
         values = self.explained if which == "predicted" else getattr(self, which, None)
         if not isinstance(values, Tensor):
             raise TrueupError(f"there is no {which!r}: it needs a calibration, or for sm a truth")
@@ -123,52 +124,54 @@ class Objectives:
             return f"{words}: the correction is smaller than would be best by {missed}"
         return f"{words}: they DIFFER by {missed}"
 
+    def _shown(self) -> list[str]:
+        return ["before"] if self.after is None else ["before", "after", "drop", "predicted"]
+
     def table(self) -> str:
         """For a terminal."""
+        shown, titles = self._shown(), ["|eps_hat - eps|^2", "calibrated", "drop", "predicted"]
+        widths = [22, 22, 20, 20]
         lines = [f"denoising score matching, {len(self.before):,} images; 95% intervals"]
-        head = f"{'t':>9} {'lam':>7} {'|eps_hat - eps|^2':>22}"
-        lines.append(
-            head + (f" {'calibrated':>22} {'drop':>20} {'predicted':>20}" if self.after is not None else "")
-        )
-        shown = ["before"] if self.after is None else ["before", "after", "drop", "predicted"]
-        columns = [[str(Number.mean(v)) for v in self._losses(which).T] for which in shown]
-        lam = self.process.lam(self.t)
-        for row in range(len(self.t)):
-            cells = [f"{c[row]:>{22 if i < 2 else 20}}" for i, c in enumerate(columns)]
-            lines.append(f"{float(self.t[row]):9.4g} {float(lam[row]):7.2f} {' '.join(cells)}")
+        lines.append(f"{'t':>9} {'lam':>7}" + _cells(titles[: len(shown)], widths))
+        columns = [[str(Number.mean(v)) for v in self.losses(which).T] for which in shown]
+        for t, lam, *cells in zip(self.t, self.process.lam(self.t), *columns, strict=True):
+            lines.append(f"{float(t):9.4g} {float(lam):7.2f}" + _cells(cells, widths))
         for weighting in WEIGHTINGS:
             name = "g2 (nats)" if weighting == "g2" else weighting
             cells = [str(self.total(weighting, which)) for which in shown]
-            lines.append(
-                f"{'total, ' + name:>17} "
-                + " ".join(f"{c:>{22 if i < 2 else 20}}" for i, c in enumerate(cells))
-            )
-        told = self.check()
-        return "\n".join([*lines, *([told] if told else []), *(f"note: {note}" for note in self.notes)])
+            lines.append(f"{'total, ' + name:>17}" + _cells(cells, widths))
+        if self.after is not None:
+            lines += [f"change of the total in nats: {told(self.total('g2', 'drop').scaled(-1))}"]
+            lines += [str(self.check())]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; what is not known is null."""
-        shown = ["before"] if self.after is None else ["before", "after", "drop", "predicted"]
-        shown += [name for name in ("sm_before", "sm_after") if getattr(self, name) is not None]
-
+        shown = self._shown() + [n for n in ("sm_before", "sm_after") if getattr(self, n) is not None]
         lam = self.process.lam(self.t)
         levels = [
             {
                 "t": float(t),
                 "lam": float(lam[i]),
-                **{n: Number.mean(self._losses(n)[:, i]).as_json() for n in shown},
+                **{n: Number.mean(self.losses(n)[:, i]).as_json() for n in shown},
             }
             for i, t in enumerate(self.t)
         ]
         totals = {w: {n: self.total(w, n).as_json() for n in shown} for w in WEIGHTINGS}
         return {
             "images": len(self.before),
+            "held_out": self.held_out,
             "dimensions": self.dimensions,
+            "evaluations": self.evaluations,
             "levels": levels,
             "totals": totals,
             "check": self.check(),
             "notes": self.notes,
         }
+
+
+def _cells(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "".join(f" {cell:>{width}}" for cell, width in zip(cells, widths, strict=False))
 
 
 def objectives(
@@ -177,79 +180,43 @@ def objectives(
     calibration: Calibration | str | PathLike[str] | None = None,
     *,
     truth: Denoiser | None = None,
-    images: int = 200,
     levels: Sequence[float] | Tensor | None = None,
     seed: int = 0,
-    batch_size: int | None = None,
-    resize: str | None = None,
-    crop: str | None = None,
-    flip: bool = False,
-    data_range: tuple[float, float] | None = None,
-    skip_bad: bool = False,
-    scheduler: Any = None,
-    device: torch.device | str | None = None,
     progress: bool | None = None,
 ) -> Objectives:
     """Denoising score matching losses of a model, and with a calibration those of the calibrated one.
 
-    truth: the ideal denoiser, where it is known (see `trueup.analytic`): then also the score matching loss,
-    which is the denoising one less a constant. levels: times; the default covers the whole process.
+    Each is that of the network itself, run without the calibration and with it attached. data: 200 images,
+    unless `Images` says otherwise; those that the calibration was made from are passed over. truth: the ideal
+    denoiser, where it is known (see `trueup.analytic`): then also the score matching loss, which is the
+    denoising one less a constant. levels: times; the default covers the whole process.
     """
-    from tqdm import tqdm
-
-    denoiser, calibration = open_both(model, calibration, scheduler, device)
-    process = denoiser.process
+    sides = Sides(model, calibration)
+    denoiser, process = sides.denoiser, sides.denoiser.process
     t = check_levels(process, levels)
     if truth is not None and not process.agrees_with(truth.process):
         raise ModelError("the truth is a denoiser of another noise process than the model's")
-    samples = Samples(
-        data, denoiser.shape, denoiser.data_range, Transform(resize, crop, flip, data_range), skip_bad
-    )
+    samples = open_images(data, denoiser, count=IMAGES)
     notes: list[str] = []
-    first = first_image(calibration, samples, notes)
-    sides = Sides(denoiser, calibration, batch_size)
-    ideal = None if truth is None else Sides(truth, None, batch_size)
-    size = batch_size or default_batch_size(denoiser)
-    names = ["before"] + (["after", "explained"] if calibration is not None else [])
-    names += [f"sm_{n}" for n in names[:2]] if truth is not None else []
-    shift = calibration is not None and not (calibration.correction.a.any() or calibration.correction.d.any())
-    parts: dict[str, list[Tensor]] = {name: [] for name in names}
-    shown = sys.stderr.isatty() if progress is None else progress
-    total = min(images, max(0, len(samples) - first)) if samples.indexed else images
-    bar = tqdm(total=total * len(t), desc="objectives", unit="eval", disable=not shown, file=sys.stderr)
-    with bar, denoiser.evaluating(), torch.inference_mode():
-        for batch in samples.batches(size, first, limit=images):
-            if denoiser.conditional and batch.y is None:
-                raise DataError("the network is conditional: the data must come with labels")
-            x0 = batch.x0.to(denoiser.device)
-            y = batch.y.to(denoiser.device) if batch.y is not None else None
-            rows: dict[str, list[Tensor]] = {name: [] for name in names}
-            for time, key in zip(t, level_keys(t).tolist(), strict=True):
-                # Another seed than a calibration of the same seed used.
-                eps = normal(seed + 1, batch.index, key, denoiser.shape, x0.device)
-                times = time.expand(len(x0))
-                before, after = (v.double() for v in sides(x0, eps, times, y))
-                targets = {"": eps.double()}
-                if ideal is not None:
-                    targets["sm_"] = ideal(x0, eps, times, y)[0].double()
-                for prefix, target in targets.items():
-                    for name, value in (("before", before), ("after", after)):
-                        if prefix + name in rows:
-                            rows[prefix + name].append(_squared(value - target))
-                if calibration is not None:  # by the definition, not by what `after` was corrected with
-                    c = before - _by_definition(calibration, process, before, x0, eps, time)
-                    inner = 2 * (before * c).flatten(1).sum(1) - _squared(c) if shift else _squared(c)
-                    rows["explained"].append(inner)
-                bar.update(len(x0))
-            for name, columns in rows.items():
-                parts[name].append(torch.stack(columns, 1).cpu())
-    if not parts["before"]:
-        raise DataError(f"{samples.name} holds no samples")
-    found = {name: torch.cat(values) for name, values in parts.items()}
+    without = unused(sides.calibration, samples, notes)
+    expected, each = samples.expected(), len(t) * len(sides.names)
+    total = None if expected is None else expected * each
+    parts: list[dict[str, Tensor]] = []
+    bar = Progress(total, "denoising loss", show=progress)
+    with sides, denoiser.evaluating(), torch.inference_mode(), bar:
+        for batch in samples.batches(denoiser.batch_size, without=without, unique=True):
+            check_labelled(denoiser, batch)
+            on = batch.to(denoiser.device)
+            rows = [_losses(sides, truth, on, time, seed, bar) for time in t]
+            parts.append({name: torch.stack([row[name] for row in rows], 1).cpu() for name in rows[0]})
+    if not parts:
+        raise DataError(f"{samples.name} holds no samples that can be used")
+    passed_over(samples, notes)
+    found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     if not torch.isfinite(found["before"]).all():
         where = float(t[~torch.isfinite(found["before"]).all(0)][0])
         raise ModelError(f"the network returned values that are not finite at t = {where:g}")
-    family = None if calibration is None else "shift" if shift else "spectral"
+    made = sides.calibration
     return Objectives(
         process=process,
         t=t,
@@ -257,21 +224,50 @@ def objectives(
         before=found["before"],
         after=found.get("after"),
         explained=found.get("explained"),
-        family=family,
+        family=None if made is None else "shift" if _constant(made) else "spectral",
         sm_before=found.get("sm_before"),
         sm_after=found.get("sm_after"),
+        held_out=made is None or made.generated is not None or bool(without),
+        evaluations=len(found["before"]) * each,
         notes=notes,
     )
 
 
-def _by_definition(
-    calibration: Calibration, process: NoiseProcess, eps_hat: Tensor, x0: Tensor, eps: Tensor, t: Tensor
-) -> Tensor:
+def _losses(
+    sides: Sides, truth: Denoiser | None, batch: Batch, t: Tensor, seed: int, bar: Progress
+) -> dict[str, Tensor]:
+    """Squared errors of each row of a batch at one level, {name: (B,)}."""
+    denoiser, process = sides.denoiser, sides.denoiser.process
+    # Another seed than a calibration of the same seed used.
+    eps = normal(seed + 1, batch.index, int(level_keys(t)), denoiser.shape, batch.x0.device)
+    x_t = process.noised(batch.x0, eps, t)
+    outputs: dict[str, Tensor] = {}
+    for name in sides.names:
+        with sides.on(name):
+            outputs[name] = denoiser.eps(x_t, t, batch.y).double()
+        bar.update(len(batch))
+    rows = {name: _squared(eps_hat - eps) for name, eps_hat in outputs.items()}
+    if truth is not None:
+        ideal = truth.eps(x_t, t, batch.y).double()
+        rows |= {f"sm_{name}": _squared(eps_hat - ideal) for name, eps_hat in outputs.items()}
+    if sides.calibration is not None:  # by the definition, not by what `after` was corrected with
+        before = outputs["before"]
+        c = before - _by_definition(sides.calibration, before, x_t / process.sigma(t).to(x_t), process.lam(t))
+        constant = _constant(sides.calibration)
+        rows["explained"] = 2 * (before * c).flatten(1).sum(1) - _squared(c) if constant else _squared(c)
+    return rows
+
+
+def _constant(calibration: Calibration) -> bool:
+    """Whether it shifts, and does nothing else."""
+    return not (calibration.correction.a.any() or calibration.correction.d.any())
+
+
+def _by_definition(calibration: Calibration, eps_hat: Tensor, u: Tensor, lam: Tensor) -> Tensor:
     """Equation 12 on the CPU, as it is written."""
-    u = (float(process.alpha(t) / process.sigma(t)) * x0 + eps).double().cpu()
-    corrected = calibration.correction.apply(eps_hat.cpu(), u, process.lam(t).expand(len(u)))
+    corrected = calibration.correction.apply(eps_hat.cpu(), u.double().cpu(), lam.cpu().expand(len(u)))
     return corrected.to(eps_hat)
 
 
 def _squared(x: Tensor) -> Tensor:
-    return x.square().flatten(1).sum(1)
+    return x.double().square().flatten(1).sum(1)

@@ -1,25 +1,32 @@
 """Sample quality: Fréchet, kernel and colour distances, precision and recall, each with its interval."""
 
-from trueup.metrics.colour import colours, wasserstein
-from trueup.metrics.estimate import GROUPS, Estimate, interval, paired_difference
-from trueup.metrics.features import FeatureBatch, Features, ModuleFeatures, Pixels, load_features
-from trueup.metrics.frechet import frechet, frechet_distance
+from trueup.metrics.features import FeatureBatch, Features, ModuleFeatures, Pixels, colours, load_features
 from trueup.metrics.gaussian import GaussianStatistics
-from trueup.metrics.kernel import kernel_distance
-from trueup.metrics.manifold import precision_recall
-from trueup.metrics.measures import measures
+from trueup.metrics.measures import MEASURES, Measure, measure, measures
 from trueup.metrics.reference import Reference
-from trueup.metrics.score import InceptionScore, inception_score
-from trueup.metrics.store import FeatureStore
+
+# Importing a measure registers it: in the order in which tables show them.
+# isort: split
+from trueup.metrics.frechet import frechet, frechet_distance
+
+# isort: split
+from trueup.metrics.kernel import kernel_distance
+
+# isort: split
+from trueup.metrics.score import inception_score
+
+# isort: split
+from trueup.metrics.manifold import precision, recall
+
+# isort: split
+from trueup.metrics.colour import wasserstein
 
 __all__ = [
-    "GROUPS",
-    "Estimate",
+    "MEASURES",
     "FeatureBatch",
-    "FeatureStore",
     "Features",
     "GaussianStatistics",
-    "InceptionScore",
+    "Measure",
     "ModuleFeatures",
     "Pixels",
     "Reference",
@@ -27,11 +34,11 @@ __all__ = [
     "frechet",
     "frechet_distance",
     "inception_score",
-    "interval",
     "kernel_distance",
     "load_features",
+    "measure",
     "measures",
-    "paired_difference",
-    "precision_recall",
+    "precision",
+    "recall",
     "wasserstein",
 ]

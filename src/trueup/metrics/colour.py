@@ -6,22 +6,30 @@ import torch
 from torch import Tensor
 
 from trueup.errors import DataError
-from trueup.metrics.estimate import Estimate
+from trueup.metrics.features import FeatureBatch
 from trueup.metrics.gaussian import rows_of
+from trueup.metrics.measures import measure
+from trueup.metrics.reference import Reference
+from trueup.statistics import Number
 
 
-def colours(images: Tensor) -> Tensor:
-    """Mean of every channel of every image, (n, C) float64: on 0..255 for uint8, as they are for floats.
-
-    >>> colours(torch.full((2, 3, 4, 4), 7, dtype=torch.uint8)).tolist()
-    [[7.0, 7.0, 7.0], [7.0, 7.0, 7.0]]
-    """
-    if images.dim() < 3:
-        raise DataError(f"images must be (n, channels, *spatial), got {tuple(images.shape)}")
-    return images.flatten(2).double().mean(2)
+@measure("colour", "colour drift (W1)")
+def colour(generated: FeatureBatch, reference: Reference) -> Number | None:
+    """Drift of the channels' means; of one channel that is the brightness."""
+    if generated.colours is None or generated.colours.shape[1] == 1:
+        return None
+    return wasserstein(generated.colours, reference.colours)
 
 
-def wasserstein(generated: Tensor, reference: Tensor) -> Estimate:
+@measure("brightness", "brightness drift (W1)")
+def brightness(generated: FeatureBatch, reference: Reference) -> Number | None:
+    """Drift of the mean over channels."""
+    if generated.colours is None:
+        return None
+    return wasserstein(*(v.double().mean(1, keepdim=True) for v in (generated.colours, reference.colours)))
+
+
+def wasserstein(generated: Tensor, reference: Tensor) -> Number:
     """Mean over columns of the exact one-dimensional Wasserstein distance, ∫ |F - F_ref| dx.
 
     The influence of an image is the Kantorovich potential at it, whose slope is -sign(F - F_ref). Where the
@@ -40,7 +48,7 @@ def wasserstein(generated: Tensor, reference: Tensor) -> Estimate:
         for a, b in zip(generated.double().T, reference.double().T, strict=True)
     ]
     value = sum(distance for distance, _ in columns) / len(columns)
-    return Estimate(value, torch.stack([potential for _, potential in columns]).mean(0))
+    return Number.influenced(value, torch.stack([potential for _, potential in columns]).mean(0))
 
 
 def _wasserstein(generated: Tensor, reference: Tensor) -> tuple[float, Tensor]:

@@ -17,11 +17,12 @@ NAMES = ("inception", "efficientnet", "pixels")
 
 
 class FeatureBatch(NamedTuple):
-    """Features of B images: pooled (B, d), and spatial (B, s) and logits (B, c) where there are any."""
+    """What is known of B images: pooled features; spatial ones, logits and colours where there are any."""
 
-    pooled: Tensor
-    spatial: Tensor | None = None
-    logits: Tensor | None = None
+    pooled: Tensor  # (B, d)
+    spatial: Tensor | None = None  # (B, s)
+    logits: Tensor | None = None  # (B, classes)
+    colours: Tensor | None = None  # (B, C), see `colours`
 
 
 @runtime_checkable
@@ -38,6 +39,23 @@ class Features(Protocol):
 
     def to(self, device: torch.device | str) -> Features:
         """Move it; returns self."""
+
+
+def colours(images: Tensor) -> Tensor:
+    """Mean of every channel of every image, (n, C) float64: on 0..255 for uint8, as they are for floats.
+
+    >>> colours(torch.full((2, 3, 4, 4), 7, dtype=torch.uint8)).tolist()
+    [[7.0, 7.0, 7.0], [7.0, 7.0, 7.0]]
+    """
+    if images.dim() < 3:
+        raise DataError(f"images must be (n, channels, *spatial), got {tuple(images.shape)}")
+    return images.flatten(2).cpu().double().mean(2)  # not every device has float64
+
+
+def look_at(images: Tensor, features: Features) -> FeatureBatch:
+    """Features of images with their colours, on the CPU."""
+    found = features(images)._replace(colours=colours(images))
+    return FeatureBatch._make(rows if rows is None else rows.cpu() for rows in found)
 
 
 def as_rgb(images: Tensor, name: str) -> Tensor:

@@ -8,11 +8,39 @@ import torch
 from torch import Tensor
 
 from trueup.errors import DataError
-from trueup.metrics.estimate import Estimate
+from trueup.metrics.features import FeatureBatch
 from trueup.metrics.gaussian import GaussianStatistics
+from trueup.metrics.measures import measure
+from trueup.metrics.reference import Reference
+from trueup.statistics import Number
 
 _ROWS = 4096
 _STEP = 0.5  # of the quadrature in log t; its error falls as exp(-2 pi^2 / step)
+
+
+def _too_few(generated: FeatureBatch, reference: Reference) -> list[str]:
+    counts = {"generated": len(generated.pooled), "reference": reference.count}
+    dimensions = generated.pooled.shape[1]
+    return [
+        f"{count:,} {whose} images are fewer than the {dimensions:,} feature dimensions: the covariance is "
+        "singular and the Fréchet distance biased upward; compare it only at equal counts"
+        for whose, count in counts.items()
+        if count <= dimensions
+    ]
+
+
+@measure("frechet", "Fréchet distance", notes=_too_few)
+def fid(generated: FeatureBatch, reference: Reference) -> Number:
+    """FID, of whatever features these are."""
+    return frechet(generated.pooled, reference.pooled)
+
+
+@measure("sfid", "sFID (spatial features)")
+def sfid(generated: FeatureBatch, reference: Reference) -> Number | None:
+    """The same of features that know where things are."""
+    if generated.spatial is None or reference.spatial is None:
+        return None
+    return frechet(generated.spatial, reference.spatial)
 
 
 def frechet_distance(mean_a: Tensor, cov_a: Tensor, mean_b: Tensor, cov_b: Tensor) -> float:
@@ -33,7 +61,7 @@ def frechet_distance(mean_a: Tensor, cov_a: Tensor, mean_b: Tensor, cov_b: Tenso
     return _distance(mean_a - mean_b, cov_a, cov_b, eigenvalues)
 
 
-def frechet(features: Tensor, reference: GaussianStatistics) -> Estimate:
+def frechet(features: Tensor, reference: GaussianStatistics) -> Number:
     """Fréchet distance of features (n, d) from a reference, with the jackknife influence of each row.
 
     Leaving out row i takes a rank-one term from M = Lᵀ Σ L, where Σ_ref = L Lᵀ, and the trace of the root
@@ -72,7 +100,7 @@ def frechet(features: Tensor, reference: GaussianStatistics) -> Estimate:
         without = means + traces + target.trace() - 2 * math.sqrt(grow) * (trace_root - removed)
         influence.append((n - 1) * (value - without))
     joined = torch.cat(influence)
-    return Estimate(value, joined - joined.mean())
+    return Number.influenced(value, joined - joined.mean())
 
 
 def factor(covariance: Tensor) -> Tensor:

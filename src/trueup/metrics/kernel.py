@@ -6,13 +6,22 @@ import torch
 from torch import Tensor
 
 from trueup.errors import DataError
-from trueup.metrics.estimate import Estimate
+from trueup.metrics.features import FeatureBatch
 from trueup.metrics.gaussian import rows_of
+from trueup.metrics.measures import measure
+from trueup.metrics.reference import LIMIT, Reference
+from trueup.statistics import Number
 
 _ENTRIES = 2**23  # kernel values at once: a few arrays of 64 MB, besides float64 copies of the features
 
 
-def kernel_distance(reference: Tensor, generated: Tensor) -> Estimate:
+@measure("kernel", "kernel distance (KID)")
+def kernel(generated: FeatureBatch, reference: Reference) -> Number:
+    """Over every pair of the first images."""
+    return kernel_distance(reference.rows, generated.pooled[:LIMIT])
+
+
+def kernel_distance(reference: Tensor, generated: Tensor) -> Number:
     """MMD² with k(x, y) = (x·y/d + 1)³, over all pairs of different images: unbiased, so it may fall below 0.
 
     The influence of image y is 2 (E k(y, generated) - E k(y, reference)) less its mean, the first-order term
@@ -39,7 +48,7 @@ def kernel_distance(reference: Tensor, generated: Tensor) -> Estimate:
     )
     value = float(within.mean() + theirs.mean() - 2 * across.mean())
     witness = 2 * (within - across)
-    return Estimate(value, witness - witness.mean())
+    return Number.influenced(value, witness - witness.mean())
 
 
 def _kernel_sums(a: Tensor, b: Tensor) -> Tensor:

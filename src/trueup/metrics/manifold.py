@@ -9,25 +9,72 @@ import torch
 from torch import Tensor
 
 from trueup.errors import DataError
-from trueup.metrics.estimate import Estimate, group_index
+from trueup.metrics.features import FeatureBatch
 from trueup.metrics.gaussian import rows_of
+from trueup.metrics.measures import measure
+from trueup.metrics.reference import LIMIT, Reference
+from trueup.statistics import Number, group_index
 
+NEIGHBOURS = 3
 _ENTRIES = 2**23  # distances at once: a few arrays of 64 MB, besides float64 copies of the features
 
 
-def precision_recall(reference: Tensor, generated: Tensor, k: int = 3) -> tuple[Estimate, Estimate]:
-    """Share of generated images inside the reference's manifold, and of the reference inside theirs.
+@measure("precision", "precision", more_is_better=True)
+def _precision(generated: FeatureBatch, reference: Reference) -> Number:
+    return precision(reference.rows, generated.pooled[:LIMIT])
 
-    A manifold is a ball around every image of the set, out to its k-th nearest other image. The balls of
-    precision are the reference's: it is a mean over generated images. The balls of recall are the generated
-    images': their influence is by the jackknife over groups, and equal within a group; its standard error
-    comes out about 1.4 times the real scatter (benchmarks/intervals.py), on the safe side.
+
+@measure("recall", "recall", more_is_better=True)
+def _recall(generated: FeatureBatch, reference: Reference) -> Number:
+    return recall(reference.rows, generated.pooled[:LIMIT])
+
+
+def precision(reference: Tensor, generated: Tensor, k: int = NEIGHBOURS) -> Number:
+    """Share of generated images inside the reference's manifold: a mean over generated images.
+
+    A manifold is a ball around every image of the set, out to its k-th nearest other image.
 
     >>> line = torch.arange(10.0)[:, None]
-    >>> precision, recall = precision_recall(line, line[:5] + 0.5, k=1)
-    >>> precision.value, recall.value
-    (1.0, 0.6)
+    >>> precision(line, line[:5] + 0.5, k=1).value
+    1.0
     """
+    reference, generated = _centred(reference, generated, k)
+    balls = _radii(reference, 1, k)[:, 0]
+    inside = torch.zeros(len(generated), dtype=torch.bool, device=generated.device)
+    for start, squares in _squared_distances(reference, generated):
+        inside |= (squares <= balls[start : start + len(squares), None]).any(0)
+    share = inside.double()
+    return Number.influenced(float(share.mean()), share - share.mean())
+
+
+def recall(reference: Tensor, generated: Tensor, k: int = NEIGHBOURS) -> Number:
+    """Share of the reference inside the generated images' manifold.
+
+    The balls are the generated images': their influence is by the jackknife over groups, and equal within a
+    group; its standard error comes out about 1.4 times the real scatter (benchmarks/intervals.py), on the
+    safe side.
+
+    >>> line = torch.arange(10.0)[:, None]
+    >>> recall(line, line[:5] + 0.5, k=1).value
+    0.6
+    """
+    reference, generated = _centred(reference, generated, k)
+    groups = group_index(len(generated)).to(generated.device)
+    sizes = groups.bincount()
+    balls = _radii(generated, len(sizes), k)  # (n, 1 + groups)
+    covered = torch.zeros(balls.shape[1], dtype=torch.float64, device=generated.device)
+    for _, squares in _squared_distances(reference, generated):
+        covered += torch.stack([(squares <= radii).any(1).sum() for radii in balls.T])
+    share = float(covered[0]) / len(reference)
+    influence = None
+    if len(generated) - int(sizes.max()) > k:  # every ball is left with its neighbours
+        jackknife = (len(generated) - sizes) / sizes * (share - covered[1:] / len(reference))
+        influence = jackknife[groups] - jackknife[groups].mean()
+    return Number.influenced(share, influence)
+
+
+def _centred(reference: Tensor, generated: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Both about the reference's mean: distances do not change, their rounding shrinks."""
     for name, rows in (("reference", reference), ("generated", generated)):
         if len(rows_of(rows, f"{name} features")) <= k:
             raise DataError(
@@ -37,27 +84,8 @@ def precision_recall(reference: Tensor, generated: Tensor, k: int = 3) -> tuple[
         raise DataError(
             f"reference features of {reference.shape[1]} dimensions, generated of {generated.shape[1]}"
         )
-    centre = reference.double().mean(0)  # distances do not change, their rounding shrinks
-    reference, generated = reference.double() - centre, generated.double() - centre
-    groups = group_index(len(generated)).to(generated.device)
-    sizes = groups.bincount()
-    balls = _radii(reference, 1, k)[:, 0]
-    theirs = _radii(generated, len(sizes), k)  # (n, 1 + groups)
-    inside = torch.zeros(len(generated), dtype=torch.bool, device=generated.device)
-    covered = torch.zeros(theirs.shape[1], dtype=torch.float64, device=generated.device)
-    for start, squares in _squared_distances(reference, generated):
-        inside |= (squares <= balls[start : start + len(squares), None]).any(0)
-        covered += torch.stack([(squares <= radii).any(1).sum() for radii in theirs.T])
-    precision = inside.double()
-    recall = float(covered[0]) / len(reference)
-    influence = None
-    if len(generated) - int(sizes.max()) > k:  # every ball is left with its neighbours
-        jackknife = (len(generated) - sizes) / sizes * (recall - covered[1:] / len(reference))
-        influence = jackknife[groups] - jackknife[groups].mean()
-    return (
-        Estimate(float(precision.mean()), precision - precision.mean()),
-        Estimate(recall, influence),
-    )
+    centre = reference.double().mean(0)
+    return reference.double() - centre, generated.double() - centre
 
 
 def _radii(rows: Tensor, groups: int, k: int) -> Tensor:

@@ -1,41 +1,66 @@
-"""Which measures apply to the features at hand: the one place that decides it."""
+"""What a measure is, and all there are: each lies in a file of its own and registers itself.
+
+    @measure("spread", "spread of the features", more_is_better=True)
+    def spread(generated: FeatureBatch, reference: Reference) -> Number:
+        ...
+
+From then on `evaluate`, its table and its JSON have it.
+"""
 
 from __future__ import annotations
 
-from trueup.errors import DataError
-from trueup.metrics.estimate import Estimate
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trueup.errors import TrueupError
 from trueup.metrics.features import FeatureBatch
-from trueup.metrics.frechet import frechet
-from trueup.metrics.kernel import kernel_distance
-from trueup.metrics.manifold import precision_recall
-from trueup.metrics.reference import LIMIT, Reference
-from trueup.metrics.score import inception_score
+from trueup.metrics.reference import Reference
+from trueup.statistics import Number
 
-NEIGHBOURS = 3
+Function = Callable[[FeatureBatch, Reference], Number | None]
+Notes = Callable[[FeatureBatch, Reference], list[str]]
 
 
-def measures(generated: FeatureBatch, reference: Reference) -> tuple[dict[str, Estimate], list[str]]:
-    """Every measure of generated images' features (n, ...) against a reference, and warnings in words.
+@dataclass(frozen=True)
+class Measure:
+    """Generated images' features (n, ...) against those of the data, as a Number.
 
-    The keys are "frechet", "sfid" (with spatial features), "inception_score" (with logits), "precision",
-    "recall" and "kernel". The last three need every pair of images: they see the first 10,000.
+    It carries what every generated image did to it (`influence`), so that two sets of images from the same
+    seeds have a paired difference. None: these features do not allow it.
     """
-    n, dimensions = generated.pooled.shape
-    if n <= NEIGHBOURS:
-        raise DataError(f"{n} images are too few to measure: give {NEIGHBOURS + 1} or more")
-    pooled = generated.pooled.cpu()
-    results = {"frechet": frechet(pooled, reference.pooled)}
-    if generated.spatial is not None and reference.spatial is not None:
-        results["sfid"] = frechet(generated.spatial.cpu(), reference.spatial)
-    if generated.logits is not None:
-        results["inception_score"] = inception_score(generated.logits.cpu())
-    first = pooled[:LIMIT]
-    results["precision"], results["recall"] = precision_recall(reference.rows, first, NEIGHBOURS)
-    results["kernel"] = kernel_distance(reference.rows, first)
-    warnings = [
-        f"{count:,} {whose} images are fewer than the {dimensions:,} feature dimensions: the covariance is "
-        "singular and the Fréchet distance biased upward; compare it only at equal counts"
-        for whose, count in (("generated", n), ("reference", reference.count))
-        if count <= dimensions
-    ]
-    return results, warnings
+
+    name: str
+    title: str  # in a table
+    more_is_better: bool
+    function: Function
+    notes: Notes | None = None  # what a reader of the number should know
+
+
+MEASURES: dict[str, Measure] = {}  # in the order shown
+
+
+def measure(
+    name: str, title: str, *, more_is_better: bool = False, notes: Notes | None = None
+) -> Callable[[Function], Function]:
+    """Make a function of (FeatureBatch, Reference) a measure."""
+
+    def register(function: Function) -> Function:
+        if name in MEASURES:
+            raise TrueupError(f"there is a measure called {name!r} already")
+        MEASURES[name] = Measure(name, title, more_is_better, function, notes)
+        return function
+
+    return register
+
+
+def measures(generated: FeatureBatch, reference: Reference) -> tuple[dict[str, Number], list[str]]:
+    """Every measure that the features at hand allow, and what to know about them, in words."""
+    generated = FeatureBatch._make(rows if rows is None else rows.cpu() for rows in generated)
+    found: dict[str, Number] = {}
+    notes: list[str] = []
+    for each in MEASURES.values():
+        number = each.function(generated, reference)
+        if number is not None:
+            found[each.name] = number
+            notes += [] if each.notes is None else each.notes(generated, reference)
+    return found, notes

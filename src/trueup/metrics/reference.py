@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
 from torch import Tensor
 
+from trueup.calibration.stored import Bounds, check_tensors, whole
 from trueup.errors import ArtifactError, DataError, MismatchError
-from trueup.files import write
-from trueup.metrics.colour import colours
-from trueup.metrics.features import Features
+from trueup.files import line, load_tensors, save_tensors
+from trueup.metrics.features import Features, look_at
 from trueup.metrics.gaussian import GaussianStatistics
-from trueup.metrics.store import FeatureStore
 
-FORMAT = 1
+KIND = "a reference"
 LIMIT = 10_000  # rows kept for the measures that need every pair
-_TEXTS = ("features", "preprocessing", "fingerprint")
+_MOST = 2**16  # dimensions of features, channels of images
+_TEXTS = ("features", "preprocessing", "fingerprint", "made_of")
 _NONSENSE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -36,6 +31,7 @@ class Reference:
     preprocessing: str
     weights: str | None
     fingerprint: str
+    made_of: str  # "pictures", or what else was looked at
     pooled: GaussianStatistics
     spatial: GaussianStatistics | None
     rows: Tensor  # (kept, d) float32, the first of the pooled features
@@ -48,7 +44,13 @@ class Reference:
 
     @classmethod
     def build(
-        cls, features: Features, batches: Iterable[Tensor], *, fingerprint: str = "", limit: int = LIMIT
+        cls,
+        features: Features,
+        batches: Iterable[Tensor],
+        *,
+        fingerprint: str = "",
+        made_of: str = "pictures",
+        limit: int = LIMIT,
     ) -> Reference:
         """Pass batches of images (B, C, H, W) through `features`; `fingerprint` says which data it is.
 
@@ -57,15 +59,17 @@ class Reference:
         >>> Reference.build(Pixels(), batches, fingerprint="random").count
         10
         """
-        pooled, spatial, store = GaussianStatistics(), GaussianStatistics(), FeatureStore(limit)
-        channels = []
-        for images in batches:
-            batch = features(images)
-            pooled.update(batch.pooled.cpu())  # not every device has float64
-            store.update(batch.pooled)
-            if batch.spatial is not None:
-                spatial.update(batch.spatial.cpu())
-            channels.append(colours(images.cpu()))
+        pooled, spatial = GaussianStatistics(), GaussianStatistics()
+        rows: list[Tensor] = []
+        colours: list[Tensor] = []
+        for batch in batches:
+            found = look_at(batch, features)
+            rows.append(found.pooled[: max(0, limit - pooled.count)].float())
+            pooled.update(found.pooled)
+            if found.spatial is not None:
+                spatial.update(found.spatial)
+            assert found.colours is not None
+            colours.append(found.colours)
         if pooled.count < 2:
             raise DataError(f"a reference needs two images or more, got {pooled.count}")
         return cls(
@@ -73,10 +77,11 @@ class Reference:
             preprocessing=features.preprocessing,
             weights=features.weights,
             fingerprint=fingerprint,
+            made_of=made_of,
             pooled=pooled,
             spatial=spatial if spatial.count else None,
-            rows=store.rows,
-            colours=torch.cat(channels),
+            rows=torch.cat(rows),
+            colours=torch.cat(colours),
         )
 
     def check(self, features: Features) -> None:
@@ -91,97 +96,57 @@ class Reference:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it to one .safetensors with JSON metadata, atomically."""
-        tensors = {"rows": self.rows, "colours": self.colours, **_gaussian("pooled", self.pooled)}
-        if self.spatial is not None:
-            tensors.update(_gaussian("spatial", self.spatial))
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        meta: dict[str, Any] = {"format": FORMAT, "weights": self.weights, "count": self.count}
-        meta.update((name, getattr(self, name)) for name in _TEXTS)
-        meta["checksum"] = _checksum(tensors, meta)
-        content = to_bytes(tensors, {"trueup-reference": json.dumps(meta, sort_keys=True)})
-        write(Path(path), content, ArtifactError)
+        tensors = {"rows": self.rows, "colours": self.colours}
+        for name, statistics in (("pooled", self.pooled), ("spatial", self.spatial)):
+            if statistics is not None:
+                tensors[f"{name}.mean"] = statistics.mean
+                tensors[f"{name}.covariance"] = statistics.covariance
+        meta = {"weights": self.weights, "count": self.count}
+        save_tensors(path, KIND, {**meta, **{name: getattr(self, name) for name in _TEXTS}}, tensors)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Reference:
         """Read one; anything damaged, inconsistent or unknown raises ArtifactError with the reason."""
-        path = Path(path)
-        if not path.is_file():
-            raise ArtifactError(f"{path} is not a file: make a reference first")
+        meta, tensors = load_tensors(path, KIND)
         try:
-            with safe_open(path, framework="pt") as file:
-                meta = _meta(file.metadata())
-                # Copies: what safe_open returns stays tied to the file, and changes with it.
-                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            if meta.pop("checksum", None) != _checksum(tensors, meta):
-                raise ArtifactError("its checksum does not match: the file was damaged or edited")
-            return _build(meta, tensors)
+            return cls(**_fields(meta, tensors))
         except ArtifactError as error:
             raise ArtifactError(f"{path}: {error}") from None
-        except (SafetensorError, OSError, *_NONSENSE) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ArtifactError(f"{path} cannot be read as a reference: {reason}") from None
+        except _NONSENSE as error:
+            raise ArtifactError(f"{path} is damaged: {line(error)}") from None
 
 
 def _describe(name: str, preprocessing: str, weights: str | None) -> str:
     return f"{name} ({preprocessing}; weights {(weights or 'none')[:8]})"
 
 
-def _gaussian(name: str, statistics: GaussianStatistics) -> dict[str, Tensor]:
-    return {f"{name}.mean": statistics.mean, f"{name}.covariance": statistics.covariance}
-
-
-def _meta(raw: dict[str, str] | None) -> dict[str, Any]:
-    if not raw or "trueup-reference" not in raw:
-        raise ArtifactError("this is not a trueup reference")
-    meta = json.loads(raw["trueup-reference"])
-    if not isinstance(meta, dict) or not isinstance(meta.get("format"), int):
-        raise ArtifactError("its metadata is unreadable")
-    if meta["format"] != FORMAT:
-        raise ArtifactError(f"it has format {meta['format']}, and this trueup reads {FORMAT}: make it again")
-    return meta
-
-
-def _build(meta: dict[str, Any], tensors: dict[str, Tensor]) -> Reference:
-    count, weights = meta["count"], meta["weights"]
-    texts = {name: meta[name] for name in _TEXTS}
-    if type(count) is not int or count < 2 or not all(isinstance(text, str) for text in texts.values()):
-        raise ArtifactError("its metadata makes no sense")
-    if not isinstance(weights, str | None):
-        raise ArtifactError("its weights' hash makes no sense")
-    dimensions = len(tensors["pooled.mean"])
-    expected: dict[str, tuple[int, ...]] = {
-        "rows": (min(len(tensors["rows"]), count), dimensions),
-        "colours": (count, tensors["colours"].shape[1]),
+def _fields(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The fields of a reference, every number within its range."""
+    count = whole(meta, "count", 2, 2**40)
+    texts = {name: meta[name] for name in (*_TEXTS, "weights")}
+    for name, text in texts.items():
+        if not isinstance(text, str) and (name, text) != ("weights", None):
+            raise ArtifactError(f"{name} is no text")
+    names = ("pooled", "spatial") if "spatial.mean" in tensors else ("pooled",)
+    sizes = {name: tensors[f"{name}.mean"].numel() for name in names}
+    kept, channels = len(tensors["rows"]), tensors["colours"].shape[-1]
+    if not 1 <= kept <= count or not all(1 <= n <= _MOST for n in (*sizes.values(), channels)):
+        raise ArtifactError(f"{kept} rows of {count} images, {sizes} dimensions, {channels} channels")
+    bounds = {
+        "rows": Bounds((kept, sizes["pooled"]), -1e12, 1e12, torch.float32),
+        "colours": Bounds((count, channels), -1e9, 1e9),
     }
-    for name in ("pooled", "spatial") if "spatial.mean" in tensors else ("pooled",):
-        size = len(tensors[f"{name}.mean"])
-        expected.update({f"{name}.mean": (size,), f"{name}.covariance": (size, size)})
-    if set(tensors) != set(expected):
-        raise ArtifactError("its tensors are not those of a reference")
-    for name, shape in expected.items():
-        tensor, dtype = tensors[name], torch.float32 if name == "rows" else torch.float64
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype or not torch.isfinite(tensor).all():
-            raise ArtifactError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {shape}, finite"
-            )
-    gaussians = {
-        name: GaussianStatistics(tensors[f"{name}.mean"], tensors[f"{name}.covariance"] * (count - 1), count)
-        for name in ("pooled", "spatial")
-        if f"{name}.mean" in tensors
-    }
-    return Reference(
-        weights=weights,
-        pooled=gaussians["pooled"],
-        spatial=gaussians.get("spatial"),
-        rows=tensors["rows"],
-        colours=tensors["colours"],
-        **texts,
-    )
-
-
-def _checksum(tensors: dict[str, Tensor], meta: dict[str, Any]) -> str:
-    digest = hashlib.blake2b(json.dumps(meta, sort_keys=True).encode(), digest_size=16)
-    for name in sorted(tensors):
-        digest.update(f"{name}{tensors[name].dtype}{tuple(tensors[name].shape)}".encode())
-        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    for name, size in sizes.items():
+        bounds[f"{name}.mean"] = Bounds((size,), -1e12, 1e12)
+        bounds[f"{name}.covariance"] = Bounds((size, size), -1e24, 1e24)
+    check_tensors(tensors, bounds)
+    gaussians: dict[str, GaussianStatistics | None] = {"spatial": None}
+    for name in names:
+        covariance = tensors[f"{name}.covariance"]
+        scale = covariance.diag().clamp_min(0.0).sqrt()
+        most = scale[:, None] * scale  # but for rounding, by Cauchy and Schwarz
+        apart = (covariance - covariance.T).abs() > 1e-6 * most
+        if (covariance.diag() < 0).any() or apart.any() or (covariance.abs() > (1 + 1e-6) * most).any():
+            raise ArtifactError(f"{name}.covariance is the covariance of nothing")
+        gaussians[name] = GaussianStatistics(tensors[f"{name}.mean"], covariance * (count - 1), count)
+    return {"rows": tensors["rows"], "colours": tensors["colours"], **texts, **gaussians}

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import tempfile
 from os import PathLike
 from pathlib import Path
 from urllib.request import urlopen
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load as from_bytes
 from torch import Tensor
-from tqdm import tqdm
 
-from trueup.errors import TrueupError
-from trueup.metrics.torch_file import read_tensors
+from trueup.errors import Argument, TrueupError
+from trueup.files import line
+from trueup.progress import Progress
 
 _CHUNK = 2**20
 _TIMEOUT = 30  # seconds without a byte
@@ -25,31 +26,32 @@ def load_weights(path: Path, sha256: str) -> tuple[dict[str, Tensor], str]:
     """Tensors and SHA-256 of a file of weights; a .pth must have the checksum `sha256`.
 
     A .safetensors file is taken as it is: whoever made it vouches for it, and its hash is in every result.
+    A .pth is opened only if every byte of it is known, and even then no pickle is run: torch's
+    `weights_only` builds tensors and plain containers of them, and refuses to call anything else.
     """
-    found = file_hash(path)
-    if path.suffix == ".safetensors":
-        try:
-            return load_file(path), found
-        except (SafetensorError, OSError, ValueError) as error:
-            raise TrueupError(f"{path} cannot be read as weights: {' '.join(str(error).split())}") from None
-    if found != sha256:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise TrueupError(f"cannot read {path}: {error.strerror or error}") from None
+    found = hashlib.sha256(content).hexdigest()
+    plain = path.suffix == ".safetensors"
+    if not plain and found != sha256:
         raise TrueupError(
             f"{path} is another file: its SHA-256 begins {found[:8]}, expected {sha256[:8]}. "
             "It may be cut short: delete it and fetch it again"
         )
-    return read_tensors(path), found
-
-
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-    except OSError as error:
-        raise TrueupError(f"cannot read {path}: {error.strerror or error}") from None
-    return digest.hexdigest()
+        tensors = from_bytes(content) if plain else _read_pth(content)
+    except Exception as error:  # torch's reader raises whatever it stumbles over
+        raise TrueupError(f"{path} cannot be read as weights: {line(error)}") from None
+    return tensors, found
+
+
+def _read_pth(content: bytes) -> dict[str, Tensor]:
+    tensors = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise ValueError("it holds something other than a dict of tensors")
+    return tensors
 
 
 def cache_folder() -> Path:
@@ -67,25 +69,31 @@ def find_or_download(url: str, sha256: str, weights: str | PathLike[str] | None 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.tmp-")
+        digest = hashlib.sha256()
         try:
             with os.fdopen(handle, "wb") as file, urlopen(url, timeout=_TIMEOUT) as answer:
-                total = int(answer.headers.get("Content-Length") or 0) or None
-                with tqdm(desc=path.name, total=total, unit="B", unit_scale=True, disable=None) as bar:
+                total = int(answer.headers.get("Content-Length") or 0) / _CHUNK or None
+                with Progress(total, f"downloading {path.name}", unit="MB") as bar:
                     while chunk := answer.read(_CHUNK):
                         file.write(chunk)
-                        bar.update(len(chunk))
-            found = file_hash(Path(name))
+                        digest.update(chunk)
+                        bar.update(len(chunk) / _CHUNK)
+            found = digest.hexdigest()
             if found != sha256:
                 raise TrueupError(
                     f"{url} gave another file: its SHA-256 begins {found[:8]}, expected {sha256[:8]}. "
-                    "Nothing was kept; try again, or pass weights=PATH"
+                    "Nothing was kept",
+                    "try again, or say with {} where the file is",
+                    Argument("weights"),
                 )
             Path(name).replace(path)
         finally:
             Path(name).unlink(missing_ok=True)
     except OSError as error:  # urllib's errors are among these
-        reason = " ".join(str(getattr(error, "reason", None) or error).split())
+        reason = getattr(error, "reason", None) or error
         raise TrueupError(
-            f"cannot download {url} ({reason}). Fetch it elsewhere and put it at {path}, or pass weights=PATH"
+            f"cannot download {url} to {path} ({' '.join(str(reason).split())})",
+            "fetch it elsewhere and put it there, or say with {} where it is",
+            Argument("weights"),
         ) from None
     return path
