@@ -497,7 +497,7 @@ def test_floats_outside_the_range_are_refused():
         read(torch.full((1, 3, 6, 5), -1.01), model_range=(-1.0, 1.0))
 
 
-@pytest.mark.parametrize("data_range", [(1, 0), (1, 1), (0, float("nan")), (0, float("inf")), (0,)])
+@pytest.mark.parametrize("data_range", [(1, 0), (1, 1), (0, float("nan")), (0, float("inf")), (0,), 1])
 def test_ranges_that_make_no_sense_are_refused(data_range):
     with pytest.raises(DataError, match=r"data_range is \(low, high\) with low < high"):
         Images([], data_range=data_range)
@@ -822,6 +822,7 @@ def test_count_takes_a_random_subset_not_the_first():
 
 
 def test_the_same_seed_takes_the_same_images_and_another_seed_others():
+    assert used(np.int64(40)) == used(40)
     assert used(40) == used(40) == used(40, size=7)
     assert used(40) != used(40, seed=1)
     assert len({*used(40)} & {*used(40, seed=1)}) < 20  # 4 are expected
