@@ -38,12 +38,11 @@ REFERENCE_IMAGES = 10_000
 LOSS_IMAGES = 200  # at most: the denoising loss is known well from few
 FEWEST_SAMPLES = 8  # fewer have no intervals
 _AT_ONCE = 64  # images of the data
-_MADE_OF = {  # what a reference was made of, and what to know about it
-    "pictures": None,
-    "decoded latents": "the data holds latents: samples are compared with what its decoder makes of those, which "
-    "hides what the autoencoder loses. Give pictures to compare with pictures",
-    "samples as they are": "these are no pictures: samples and data are compared by their values. A Denoiser with "
-    "an autoencoder compares the pictures of latents",
+_MADE_OF = {  # a reference, and what to know about it
+    "decoded latents": "the data holds latents: samples are compared with what the decoder makes of those, "
+    "which hides what the autoencoder loses. Give pictures to compare with pictures",
+    "samples as they are": "these are no pictures: samples and data are compared by their values. For the "
+    "pictures of latents, give the Denoiser their autoencoder",
 }
 ToImages = Callable[[Tensor], Tensor]
 
@@ -68,7 +67,7 @@ def evaluate(
 ) -> Comparison:
     """Sample with and without a calibration from the same seeds, and compare both with the data.
 
-    data: images to compare with (10,000, unless `Images` says otherwise), or a `trueup.metrics.Reference` made
+    data: images to compare with (10,000, unless `Images` says otherwise), a `trueup.metrics.Reference` made
     from them, or its file. solvers and nfe: every one of the first at every one of the second. features: a
     name (see `trueup.metrics.load_features`), or what maps images to (B, d). Latents are compared as the
     pictures that the Denoiser's autoencoder makes of them. trajectory: as in `sample`. loss: whether the
@@ -104,9 +103,9 @@ def evaluate(
     for (solver, number), made, applied in zip(chosen, made_each, kept_on, strict=True):
         if applied is not None:
             notes.append(f"after: the calibration's trajectory of {applied.sampler} is applied as well")
-        elif calibration.trajectories and trajectory is None and number is not None:
-            if find_trajectory(calibration, solver, number, guidance) is None:
-                notes.append(f"{_name(solver, number)}: {without_trajectory(calibration)}")
+        elif trajectory is None and number is not None and calibration.trajectories:
+            known = find_trajectory(calibration, solver, number, guidance)  # one that does nothing, or none
+            notes += [] if known else [f"{_name(solver, number)}: {without_trajectory(calibration)}"]
         both = draw(solver, number, None, None), draw(solver, number, calibration, applied)
         rows.append(_row(solver, number, made, both, reference, notes))
         if made is not None:
@@ -166,7 +165,7 @@ class _Unencoded:
 def build_reference(
     data: Any, denoiser: Denoiser, features: Features, *, progress: bool | None = None
 ) -> Reference:
-    """What a model's samples are compared with: the data's pictures; of latents, what is decoded from them."""
+    """What a model's samples are compared with: the data's pictures, or what is decoded from its latents."""
     latent = denoiser.data_range is None
     autoencoder = denoiser.autoencoder if latent else None
     samples = Samples(
