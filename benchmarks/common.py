@@ -13,7 +13,7 @@ import trueup
 from trueup.data import Samples
 from trueup.denoiser import Denoiser
 from trueup.estimate.confirm import score
-from trueup.estimate.statistics import mean_and_error
+from trueup.statistics import mean_and_error
 from trueup.evaluation import build_reference, image_maker
 from trueup.hf import as_denoiser
 from trueup.metrics import (
@@ -81,7 +81,8 @@ def levels_with(denoiser: Denoiser, extra=FINDINGS_LEVELS) -> torch.Tensor:
 
 def gains(held_out, correction) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss a correction removes per level on held-out images, with its standard error."""
-    return mean_and_error(score(held_out, correction).gain().sum(2), held_out.rows)
+    held_out = held_out.used()
+    return mean_and_error(score(held_out, correction).gain().sum(2), held_out.rows[0])
 
 
 class Quality:

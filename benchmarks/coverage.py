@@ -16,7 +16,7 @@ import torch
 import trueup
 from trueup.analytic import GaussianMixture
 from trueup.bands import Bands
-from trueup.estimate.statistics import trapezoid_weights
+from trueup.statistics import trapezoid_weights
 
 from common import gains, table
 

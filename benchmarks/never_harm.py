@@ -1,10 +1,11 @@
-"""Does a calibration from few images ever make a model worse?
+"""Does a calibration from few images ever make a model worse, at any noise level?
 
     python benchmarks/never_harm.py --model RAW EMA --data cifar10.npy
 
-For 20, 50 and 200 images, several disjoint sets each and both families: the loss removed at every level on
-held-out images, and on an exact denoiser (a Gaussian mixture), where anything removed is a mistake. A level
-counts as harmed when its loss rises by more than three standard errors of the held-out measurement.
+For 20, 50 and 200 images, several disjoint sets each and both families: the loss removed on held-out images at
+every level it was measured at, and at random times over the whole process, half of them even in t and half
+even in lam. The last model is an exact denoiser (a Gaussian mixture), where anything removed is a mistake. A
+time counts as harmed when its loss rises by more than three standard errors of the held-out measurement.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import torch
 
 import trueup
 from trueup.analytic import GaussianMixture
+from trueup.estimate import default_levels
 
-from common import finish, gains, levels_with, load_images, load_model, measure, parser, table
+from common import finish, gains, load_images, load_model, measure, parser, table
 
 
 def exact_model() -> tuple[GaussianMixture, object]:
@@ -26,10 +28,19 @@ def exact_model() -> tuple[GaussianMixture, object]:
     return mixture, mixture.denoiser(trueup.process.DiscreteVP.linear())
 
 
+def random_times(process: trueup.process.NoiseProcess, count: int, seed: int) -> torch.Tensor:
+    """Half even in t, half even in lam."""
+    share = torch.rand(2, count // 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    top, bottom = float(process.lam(process.t_min)), float(process.lam(process.t_max))
+    even_in_t = process.t_min + share[0] * (process.t_max - process.t_min)
+    return torch.unique(process.snap(torch.cat([even_in_t, process.t_of_lam(bottom + share[1] * (top - bottom))])))
+
+
 def main() -> None:
     p = parser(__doc__)
     p.add_argument("--images", type=int, nargs="+", default=[20, 50, 200])
     p.add_argument("--repeats", type=int, default=6)
+    p.add_argument("--times", type=int, default=60, help="random times of the scan")
     options = p.parse_args()
     images = load_images(options)
     cases = [(path, load_model(path, options), None) for path in options.model]
@@ -37,40 +48,45 @@ def main() -> None:
     cases.append(("exact", exact, mixture))
     results = {}
     rows = [
-        ["model", "images", "family", "levels harmed", "worst level", "of its loss", "total gain, worst set"]
+        ["model", "images", "family", "where", "harmed", "worst", "of its loss", "total gain, worst and mean set"]
     ]
     for name, denoiser, source in cases:
-        levels = levels_with(denoiser)
         need = max(options.images) * options.repeats
         data = images if source is None else source.sample(need + options.held_out, seed=1)
-        held_out = measure(denoiser, data[need : need + options.held_out], options, levels=levels, seed=1000)
-        loss = held_out.second[:, :, 0].sum((0, 2, 3)) / held_out.rows.sum()
+        unseen = data[need : need + options.held_out]
+        where = {"levels": default_levels(denoiser.process)}
+        where["random times"] = random_times(denoiser.process, options.times, seed=1)
+        held_out = {
+            place: measure(denoiser, unseen, options, levels=t, seed=1000) for place, t in where.items()
+        }
         for count in options.images:
             fits = {"shift": [], "spectral": []}
             for repeat in range(options.repeats):
                 part = data[repeat * count : (repeat + 1) * count]
-                moments = measure(denoiser, part, options, levels=levels, seed=repeat)
+                moments = measure(denoiser, part, options, levels=where["levels"], seed=repeat)
                 for family, kept in fits.items():
-                    kept.append(gains(held_out, trueup.fit(moments, family=family).correction))
-            for family, kept in fits.items():
-                gain, error = (torch.stack([pair[i] for pair in kept]) for i in (0, 1))  # (repeats, L)
-                harmed = int((gain < -3 * error).sum())
-                worst = divmod(int(gain.argmin()), len(levels))
-                value = float(gain[worst])
-                rows.append(
-                    [name, str(count), family, f"{harmed} of {gain.numel()}"]
-                    + [
-                        f"{value:.3f} (t={int(levels[worst[1]])})",
-                        f"{100 * value / float(loss[worst[1]]):.3f}%",
-                    ]
-                    + [f"{float(gain.sum(1).min()):.2f}"]
-                )
-                results[f"{name} {count} {family}"] = {
-                    "harmed": harmed,
-                    "worst": value,
-                    "gain": gain.tolist(),
-                }
-                print(" ".join(rows[-1]), flush=True)
+                    kept.append(trueup.fit(moments, family=family).correction)
+            for family, corrections in fits.items():
+                for place, truth in held_out.items():
+                    found = [gains(truth, correction.at(truth.lam)) for correction in corrections]
+                    gain, error = (torch.stack([pair[i] for pair in found]) for i in (0, 1))  # (repeats, L)
+                    loss = truth.second[:, :, :, 0].sum((0, 1, 3, 4)) / truth.rows.sum((0, 1))
+                    harmed = int((gain < -3 * error).sum())
+                    worst = divmod(int((gain / loss).argmin()), len(loss))
+                    value, share = float(gain[worst]), float((gain / loss)[worst])
+                    totals = gain.sum(1)
+                    rows.append(
+                        [name, str(count), family, place, f"{harmed} of {gain.numel()}"]
+                        + [f"{value:.3f} (t={float(where[place][worst[1]]):g})", f"{100 * share:.3f}%"]
+                        + [f"{float(totals.min()):.2f}, {float(totals.mean()):.2f}"]
+                    )
+                    results[f"{name} {count} {family} {place}"] = {
+                        "harmed": harmed,
+                        "worst": value,
+                        "t": where[place].tolist(),
+                        "gain": gain.tolist(),
+                    }
+                    print(" ".join(rows[-1]), flush=True)
     print()
     print(table(rows))
     finish(options, results)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import math
 import os
 import random
-import tempfile
 from dataclasses import fields
 from pathlib import Path
 
@@ -22,86 +22,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import trueup
-from trueup import artifact, process
-from trueup.bands import Bands
+from trueup import files, process
 from trueup.calibration import Calibration, Evidence
-from trueup.correction import Correction
 from trueup.errors import ArtifactError, TrueupError
-from trueup.trajectory import Sampler, States, Trajectory
-from trueup.trajectory.maps import EVIDENCE, TOTALS
+from trueup.statistics import Number
 
-V1, V2 = (Path(__file__).parent / "data" / f"v{n}.trueup.safetensors" for n in (1, 2))
-# By its fields, so that a measurement added to the evidence and forgotten by the file is noticed.
-PER_LEVEL = [field.name for field in fields(Evidence) if field.type == "Tensor" and field.name != "scale"]
+from calibrations import PLAIN, emptied
+from calibrations import make as make_any
+
+PARTS = ("value", "error", "low", "high")
 
 
-def make(
-    shape=(1, 4, 4), noise=None, levels=3, parametrization="noise", keep=(0, 2), seed=0, edges=None, **changes
-) -> Calibration:
-    """A calibration of random numbers whose map lives in the bands `keep`."""
-    noise = noise or process.ContinuousVP()
-    bands = Bands(shape[1:], edges)
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*dims):
-        return torch.randn(*dims, generator=generator, dtype=torch.float64)
-
-    t = noise.snap(torch.linspace(noise.t_min, noise.t_max, levels, dtype=torch.float64))
-    kept = torch.tensor([float(k in keep) for k in range(bands.count)], dtype=torch.float64)
-    b = normal(levels, shape[0], math.prod(shape[1:])) * bands.spread(kept)
-    a, d = (normal(levels, shape[0], bands.count) for _ in range(2))
-    values = {name: normal(levels) for name in PER_LEVEL}
-    values["gain_se"][0] = math.nan
-    evidence = Evidence(
-        images=40,
-        folds=16,
-        dimensions=math.prod(shape),
-        scale=normal(levels, bands.count).abs(),
-        bound_gain=(float(normal(1)), math.nan),
-        shift_bound_gain=(float(normal(1)), math.nan, float(normal(1))),
-        **values,
-    )
-    settings_of = {"name": parametrization}
-    if parametrization.startswith("edm"):
-        settings_of["sigma_data"] = 0.5
-    made = Calibration(
-        correction=Correction(noise.lam(t), b, a, d, bands),
-        t=t,
-        shape=shape,
-        evidence=evidence,
-        family="spectral",
-        estimator="shrunk",
-        data_mean=normal(shape[0], math.prod(shape[1:])),
-        data_variance=normal(shape[0], bands.count).abs(),
-        data_variance_se=normal(shape[0], bands.count).abs(),
-        data_images=50,
-        data_fingerprint="00ff00ff00ff00ff",
-        provenance={
-            "model": "Réseau",
-            "weights": {"float32": "ab" * 16},
-            "process": noise.settings(),
-            "parametrization": settings_of,
-            "data_range": [-1.0, 1.0],
-            "seed": 0,
-        },
-    )
-    shift = normal(2, shape[0], math.prod(shape[1:])) * bands.spread(kept)
-    made.trajectories = (
-        Trajectory(
-            Sampler("ddim", 2, {"kind": "DDIMScheduler", "trained_betas": [0.1, 0.2], "eta": None}, 1.5),
-            States(*(normal(2).abs() for _ in range(3))),
-            bands,
-            made.data_mean,
-            shift,
-            normal(2, shape[0], bands.count).exp(),
-            {name: normal(2, *([] if name in TOTALS else [bands.count])) for name in (*EVIDENCE, *TOTALS)},
-            64,
-            {"seed": 3, "labels": [0, 1]},
-        ),
-    )
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
+def make(*args, **settings) -> Calibration:
+    """A calibration with a trajectory."""
+    return make_any(*args, **{"trajectories": True, **settings})
 
 
 def equal(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -110,32 +44,32 @@ def equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def parts(c: Calibration) -> dict:
     """Everything a calibration holds, by name."""
-    e, k = c.evidence, c.correction
-    tensors = {name: getattr(e, name) for name in (*PER_LEVEL, "scale")}
-    tensors |= {"lam": k.lam, "b": k.b, "a": k.a, "d": k.d, "bands": k.bands.index, "t": c.t}
-    tensors |= {"data_mean": c.data_mean, "data_variance": c.data_variance}
-    tensors["data_variance_se"] = c.data_variance_se
-    tensors |= {
-        f"trajectory {i} {name}": value
-        for i, made in enumerate(c.trajectories)
-        for name, value in {
-            **vars(made.states),
-            **made.evidence,
-            "shift": made.shift,
-            "gain": made.gain,
-        }.items()
+    # By its fields, so that a measurement added to the evidence and forgotten by the file is noticed.
+    found = {field.name: getattr(c.evidence, field.name) for field in fields(Evidence)}
+    k = c.correction
+    found |= {"lam": k.lam, "b": k.b, "a": k.a, "d": k.d, "bands": k.bands.index, "t": c.t}
+    found |= {"edges": k.bands.edges, "spatial": k.bands.spatial}
+    found |= {
+        field.name: getattr(c, field.name)
+        for field in fields(Calibration)
+        if field.name not in ("correction", "evidence", "trajectories")
     }
-    tensors["bounds"] = torch.tensor([*e.bound_gain, *e.shift_bound_gain], dtype=torch.float64)
-    others = {name: getattr(e, name) for name in ("images", "folds", "dimensions")}
-    for name in ("shape", "family", "estimator", "data_images", "data_fingerprint", "provenance"):
-        others[name] = getattr(c, name)
-    others["trajectories"] = [(made.sampler, made.trajectories, made.provenance) for made in c.trajectories]
-    return {**tensors, **others, "edges": k.bands.edges, "spatial": k.bands.spatial}
+    for i, made in enumerate(c.trajectories):
+        held = {**vars(made.states), **made.evidence, "shift": made.shift, "gain": made.gain}
+        held |= {"sampler": made.sampler, "trajectories": made.trajectories, "provenance": made.provenance}
+        found |= {f"trajectory {i} {name}": value for name, value in held.items()}
+    plain = {}
+    for name, value in found.items():
+        if isinstance(value, Number):
+            plain |= {f"{name} {part}": torch.as_tensor(getattr(value, part)) for part in PARTS}
+        else:
+            plain[name] = value
+    return plain
 
 
 def same(first: Calibration, second: Calibration) -> bool:
     mine, theirs = parts(first), parts(second)
-    return all(
+    return mine.keys() == theirs.keys() and all(
         equal(value, theirs[name]) if isinstance(value, torch.Tensor) else value == theirs[name]
         for name, value in mine.items()
     )
@@ -148,14 +82,16 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "good.trueup.safetensors"
 
 
-def refused(path: Path, reason: str) -> None:
+def refused(path: Path, reason: str) -> str:
     """Loading raises ArtifactError: one line that names the file and holds the reason."""
     with pytest.raises(ArtifactError) as caught:
         trueup.load(path)
     message = str(caught.value)
     assert reason in message
     assert path.name in message
-    assert "\n" not in message
+    assert message.isprintable()
+    assert len(message) < 400 + len(str(path))
+    return message
 
 
 def resign(path: Path, change) -> Path:
@@ -165,7 +101,7 @@ def resign(path: Path, change) -> Path:
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     change(meta, tensors)
     meta.pop("checksum", None)
-    meta["checksum"] = artifact._checksum(tensors, meta)
+    meta["checksum"] = files._checksum(tensors, meta)
     forged = path.with_name("forged.trueup.safetensors")
     save_file({name: v.contiguous() for name, v in tensors.items()}, forged, {"trueup": json.dumps(meta)})
     return forged
@@ -175,22 +111,23 @@ def resign(path: Path, change) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("shape", "noise", "parametrization", "keep"),
+    ("shape", "noise", "kind", "keep"),
     [
         ((1, 4, 4), process.ContinuousVP(), "noise", (0,)),
         ((3, 32, 32), process.DiscreteVP.linear(), "velocity", (1, 2, 5)),
         ((2, 8, 6), process.VE(), "score", ()),
         ((2, 17), process.EDM(), "edm", range(99)),
-        ((1, 4, 3, 5), process.Flow(1000.0), "flow", (0, 1, 2)),
+        ((1, 4, 3, 5), process.Flow(1000.0), "reversed_flow", (0, 1, 2)),
         ((1, 1), process.DiscreteVP.cosine(steps=50), "data", (0,)),
     ],
 )
 @pytest.mark.parametrize("levels", [1, 4])
-def test_round_trip(tmp_path, shape, noise, parametrization, keep, levels):
-    saved = make(shape, noise, levels, parametrization, keep)
+def test_round_trip(tmp_path, shape, noise, kind, keep, levels):
+    saved = make(shape, noise, levels, kind, keep, binding=None if levels == 1 else PLAIN)
     saved.save(tmp_path / "a")
     loaded = trueup.load(tmp_path / "a")
     was, now = parts(saved), parts(loaded)
+    assert was.keys() == now.keys()
     rounded = ("b", "a", "d", "scale", "data_mean", "data_variance", "data_variance_se")
     rounded += ("trajectory 0 shift", "trajectory 0 gain")  # these are kept as float32
     for name, value in was.items():
@@ -204,45 +141,94 @@ def test_round_trip(tmp_path, shape, noise, parametrization, keep, levels):
             assert now[name].dtype == value.dtype, name
     assert loaded.process.agrees_with(noise)
     assert loaded.parametrization == saved.parametrization
+    assert loaded.summary() == saved.summary()
 
 
-def test_calibration_of_a_network_survives_and_corrects_alike(tmp_path):
-    denoiser = trueup.Denoiser(
-        lambda x_t, t: 0.4 * x_t + 0.2, process.ContinuousVP(), "noise", shape=(2, 8, 6)
-    )
-    x0 = 2 * torch.rand(32, 2, 8, 6, generator=torch.Generator().manual_seed(0)) - 1
-    calibration = trueup.calibrate(denoiser, x0, levels=[0.05, 0.3, 0.9], progress=False)
-    assert not calibration.empty
-    calibration.save(tmp_path / "a")
+def test_what_was_loaded_corrects_alike(tmp_path):
+    saved = make((2, 8, 6))
+    saved.save(tmp_path / "a")
     loaded = trueup.load(tmp_path / "a")
-    assert loaded.summary() == calibration.summary()
     eps_hat, u = torch.randn(2, 5, 2, 8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     lam = torch.linspace(3, -5, 5, dtype=torch.float64)
-    expected = calibration.correction.apply(eps_hat, u, lam)
-    # The numbers were rounded to float32, relative error 6e-8; a few dozen of them of size 1 are added.
-    assert torch.allclose(loaded.correction.apply(eps_hat, u, lam), expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("images", [1, 2, 3])
-def test_calibrations_of_too_few_images_can_be_kept(tmp_path, images):
-    denoiser = trueup.Denoiser(lambda x_t, t: x_t, process.ContinuousVP(), "noise", shape=(1, 4, 4))
-    x0 = torch.linspace(-1, 1, 48).reshape(3, 1, 4, 4)
-    calibration = trueup.calibrate(denoiser, x0, images=images, levels=[0.1, 0.5], progress=False)
-    calibration.save(tmp_path / "a")
-    assert trueup.load(tmp_path / "a").summary() == calibration.summary()
+    expected = saved.correction.apply(eps_hat, u, lam)
+    # The numbers were rounded to float32, relative error 6e-8; a few dozen of them are added.
+    size = float(expected.abs().max())
+    assert torch.allclose(loaded.correction.apply(eps_hat, u, lam), expected, rtol=0, atol=1e-6 * size)
+    state = eps_hat[:1]
+    one, other = (c.trajectories[0](1, state) for c in (saved, loaded))
+    assert torch.allclose(one, other, rtol=0, atol=1e-6 * float(one.abs().max()))
 
 
 def test_empty_correction_stays_empty(tmp_path):
-    empty = make(keep=())
-    empty.correction.a.zero_()
-    empty.correction.d.zero_()
-    empty.save(tmp_path / "a")
+    emptied(make(keep=())).save(tmp_path / "a")
     assert trueup.load(tmp_path / "a").empty
 
 
 def test_saving_what_was_loaded_writes_the_same_bytes(path, tmp_path):
     trueup.load(path).save(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
+
+
+# Identity: what a calibration does
+
+
+def test_the_identity_is_that_of_the_file(path):
+    made, loaded = make(), trueup.load(path)
+    assert made.identity == loaded.identity
+    assert made.trajectories[0].identity == loaded.trajectories[0].identity
+
+
+def test_negative_zeros_are_zeros(tmp_path):
+    """A file keeps no bands of zeros, of whatever sign: their identity must not depend on it."""
+    made = make(keep=(0,))
+    outside = made.correction.b == 0
+    assert outside.any()
+    made.correction.b[outside] = -0.0
+    made.trajectories[0].shift[made.trajectories[0].shift == 0] = -0.0
+    made.save(tmp_path / "a")
+    loaded = trueup.load(tmp_path / "a")
+    assert loaded.identity == made.identity == make(keep=(0,)).identity
+    loaded.correction.b[:, 0, 0] = -1e-60  # zero as float32
+    loaded.save(tmp_path / "b")
+    trueup.load(tmp_path / "b").save(tmp_path / "c")
+
+
+IDENTIFYING = {
+    "b": lambda c: c.correction.b[0, 0].mul_(1.001),
+    "a": lambda c: c.correction.a.mul_(1.001),
+    "d": lambda c: c.correction.d.mul_(1.001),
+    "lam": lambda c: c.correction.lam.mul_(1.001),
+    "process": lambda c: c.provenance.update(process=process.VE().settings()),
+    "prediction": lambda c: c.provenance.update(parametrization={"name": "velocity"}),
+    "binding": lambda c: c.provenance["binding"].update(scale=2.0),
+}
+
+
+@pytest.mark.parametrize("name", IDENTIFYING)
+def test_another_correction_has_another_identity(name):
+    one, other = make(), make()
+    IDENTIFYING[name](other)
+    assert one.identity != other.identity
+
+
+def test_what_changes_nothing_does_not_change_the_identity():
+    one, other = make(), make()
+    other.evidence.images, other.family, other.data_images = 7, "shift", 9
+    other.provenance |= {"seed": 5, "model": "another", "weights": {}}
+    assert one.identity == other.identity
+
+
+@pytest.mark.parametrize("name", ["shift", "gain", "t", "alpha", "sigma", "nfe", "guidance", "settings"])
+def test_another_trajectory_has_another_identity(name):
+    one, other = (copy.deepcopy(make().trajectories[0]) for _ in range(2))
+    if name in ("shift", "gain"):
+        getattr(other, name).mul_(1.001)
+    elif name in ("t", "alpha", "sigma"):
+        getattr(other.states, name).mul_(1.001)
+    else:
+        changed = {"nfe": 3, "guidance": 2.0, "settings": {**one.sampler.settings, "eta": 1.0}}[name]
+        object.__setattr__(other.sampler, name, changed)
+    assert one.identity != other.identity
 
 
 @settings(deadline=None, max_examples=40)
@@ -283,87 +269,8 @@ def test_loaded_calibration_does_not_depend_on_its_file(path):
     loaded = trueup.load(path)
     with path.open("r+b") as file:  # overwritten in place, as cp does
         file.write(bytes(path.stat().st_size))
-    assert equal(loaded.evidence.loss, make().evidence.loss)
+    assert equal(loaded.evidence.loss.value, make().evidence.loss.value)
     assert torch.equal(loaded.t, make().t)
-
-
-def test_stored_v1_file_keeps_loading():
-    loaded = trueup.load(V1)
-    assert V1.stat().st_size < 4096
-    assert (loaded.shape, loaded.family, loaded.estimator) == ((1, 4, 4), "spectral", "shrunk")
-    assert loaded.t.tolist() == [0.5, 1.0, 2.0]
-    assert loaded.correction.lam.tolist() == pytest.approx([math.log(2), 0.0, -math.log(2)])
-    b = torch.zeros(3, 4, 4, dtype=torch.float64)
-    b[:, 0, 0] = torch.tensor([0.5, -0.25, 0.125])
-    for row, column in ((0, 1), (1, 0), (1, 1)):
-        b[:, row, column] = torch.tensor([0.03125, 0.0, -0.0625])
-    assert torch.equal(loaded.correction.b.reshape(3, 4, 4), b)
-    assert loaded.correction.bands.sizes.tolist() == [1, 3, 4, 5, 3]
-    assert loaded.correction.a[:, 0].tolist() == [[g, 0, 0, 0, 0] for g in (0.25, 0.5, 0.75)]
-    assert torch.equal(loaded.correction.d, -loaded.correction.a / 2)
-    evidence = loaded.evidence
-    assert (evidence.images, evidence.folds, evidence.dimensions) == (48, 16, 16)
-    assert evidence.loss.tolist() == [8, 16, 24]
-    assert evidence.loss_se.tolist() == [0.125, 0.25, 0.375]
-    assert evidence.eta2.tolist() == [0.5, 1, 1.5]
-    assert evidence.eta2_se.tolist() == [0.0625, 0.125, 0.1875]
-    assert evidence.eta2_low.tolist() == [0.25, 0.5, 0.75]
-    assert evidence.eta2_high.tolist() == [1, 2, 3]
-    assert evidence.gain.tolist() == [1, 2, 3]
-    assert evidence.gain_se.isnan().all()
-    assert evidence.shift_se.tolist() == [0.25, 0.5, 0.75]
-    assert (evidence.scale == 0.5).all()
-    assert evidence.bound_gain == (2.5, 0.125)
-    assert evidence.shift_bound_gain[:2] == (1.5, 0.5)
-    assert math.isnan(evidence.shift_bound_gain[2])
-    assert loaded.data_mean.tolist() == [[k / 16 for k in range(16)]]
-    assert loaded.data_variance.tolist() == [[0.25] * 5]
-    assert (loaded.data_images, loaded.data_fingerprint) == (64, "0123456789abcdef")
-    assert loaded.process.settings() == {"kind": "ve", "sigma_min": 0.125, "sigma_max": 8.0}
-    assert loaded.parametrization == trueup.Parametrization("noise")
-    assert loaded.provenance["seed"] == 7
-    assert loaded.fits({"float32": "00112233445566778899aabbccddeeff"})
-
-
-def test_stored_v1_file_says_how_well_it_knows_the_variance():
-    """It does not hold the error: taken as that of 64 Gaussian numbers."""
-    loaded = trueup.load(V1)
-    assert loaded.data_variance_se[0].tolist() == pytest.approx([0.25 * (2 / 64) ** 0.5] * 5)
-    assert loaded.trajectories == ()
-
-
-def test_stored_v2_file_keeps_loading():
-    loaded = trueup.load(V2)
-    assert V2.stat().st_size < 6144
-    assert loaded.data_variance_se.tolist() == [[0.0625] * 5]
-    first, second = loaded.trajectories
-    assert str(first.sampler) == "dpm-solver-3 (logsnr) at 2 evaluations"
-    assert str(second.sampler) == "ddim at 2 evaluations, guidance 2"
-    assert second.sampler.settings == {"kind": "DDIMScheduler", "clip_sample": False}
-    assert (first.trajectories, first.provenance) == (64, {"seed": 7, "labels": None})
-    assert first.states.t.tolist() == [2.0, 1.0]
-    assert first.states.alpha.tolist() == [1.0, 1.0]
-    assert first.states.sigma.tolist() == [0.5, 0.125]
-    assert first.gain[:, 0].tolist() == [[0.5, 1, 1, 1, 1], [1, 1, 1, 1, 2]]
-    assert first.shift[0].nonzero().tolist() == [[0, 0]]
-    assert float(first.shift[0, 0, 0]) == 0.25
-    assert (first.evidence["before"] == 3).all()
-    assert second.empty
-
-
-def test_stored_v2_file_restores_as_it_did():
-    """State 0 of a flat image of ones: 4 is its first coefficient, mu is 0, and (4 - 1/4) / 2 comes out."""
-    flat = torch.ones(1, 1, 4, 4, dtype=torch.float64)
-    restored = trueup.load(V2).trajectories[0](0, flat)
-    assert torch.allclose(restored, flat * (4 - 0.25) / 2 / 4, rtol=0, atol=1e-12)
-
-
-def test_stored_v1_file_corrects_as_it_did():
-    correction = trueup.load(V1).correction
-    flat = torch.ones(1, 1, 4, 4, dtype=torch.float64)
-    lam = torch.zeros(1, dtype=torch.float64)  # the middle level: b = -1/4 at the mean, a = 1/2, d = -1/4
-    # A flat image of ones has 4 as its first coefficient, so the corrected one has 4 + 1/4 - 4/2 + 4/4.
-    assert torch.allclose(correction.apply(flat, flat, lam), flat * 3.25 / 4, rtol=0, atol=1e-12)
 
 
 # Saving
@@ -372,7 +279,7 @@ def test_stored_v1_file_corrects_as_it_did():
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "No space left on device"), OSError("quota"), KeyboardInterrupt()]
 )
-@pytest.mark.parametrize("target", [(os, "fsync"), (Path, "replace"), (Path, "chmod")])
+@pytest.mark.parametrize("target", [(os, "fsync"), (Path, "replace")])
 def test_failure_while_writing_leaves_the_old_file(monkeypatch, path, error, target):
     before = path.read_bytes()
 
@@ -391,7 +298,7 @@ def test_failure_while_writing_leaves_the_old_file(monkeypatch, path, error, tar
 
 def test_saving_replaces_the_old_file(path):
     make(seed=1).save(str(path))
-    assert equal(trueup.load(path).evidence.loss, make(seed=1).evidence.loss)
+    assert equal(trueup.load(path).evidence.loss.value, make(seed=1).evidence.loss.value)
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -422,7 +329,7 @@ def test_places_that_cannot_be_written_are_named_in_one_line(monkeypatch, tmp_pa
     def forbid(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(tempfile, "mkstemp", forbid)  # a read-only folder does not stop root
+    monkeypatch.setattr(os, "open", forbid)  # a read-only folder does not stop root
     with pytest.raises(ArtifactError) as caught:
         make().save(tmp_path / "a")
     assert str(caught.value) == f"cannot write {tmp_path / 'a'}: Permission denied"
@@ -453,27 +360,27 @@ def test_file_that_is_not_there(tmp_path):
 
 
 def test_directory(tmp_path):
-    refused(tmp_path, "is a directory, not a calibration file")
+    refused(tmp_path, "is a directory, not a file")
 
 
 def test_empty_file(tmp_path):
     (tmp_path / "empty").touch()
-    refused(tmp_path / "empty", "cannot be read as a calibration")
+    refused(tmp_path / "empty", "cannot be read")
 
 
 def test_file_cut_short_at_any_length(path):
     content = path.read_bytes()
     cut = path.with_name("cut")
-    for length in (*range(0, len(content), 5), *range(16), *range(len(content) - 16, len(content))):
+    for length in (*range(0, len(content), 23), *range(16), *range(len(content) - 16, len(content))):
         cut.write_bytes(content[:length])
-        refused(cut, "cannot be read as a calibration")
+        refused(cut, "cannot be read")
 
 
 def test_file_with_something_appended(path):
     for tail in (b"\0", b" ", b"x" * 1000):
         longer = path.with_name("longer")
         longer.write_bytes(path.read_bytes() + tail)
-        refused(longer, "cannot be read as a calibration")
+        refused(longer, "cannot be read")
 
 
 def test_random_bytes(tmp_path):
@@ -484,57 +391,60 @@ def test_random_bytes(tmp_path):
         if rng.random() < 0.7:  # a header length that could be true
             content = rng.randrange(0, len(content) + 9).to_bytes(8, "little") + content
         junk.write_bytes(content)
-        refused(junk, "cannot be read as a calibration")
+        refused(junk, "cannot be read")
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"Trueup": "{}"}])
 def test_other_safetensors_file(tmp_path, metadata):
     save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors", metadata)
-    refused(tmp_path / "model.safetensors", "is not a trueup calibration")
+    refused(tmp_path / "model.safetensors", "is not a file of trueup's")
 
 
 @pytest.mark.parametrize(
     "text",
     [
         *("", "{", "[]", "3", "null", "{}", "[" * 100_000, "9" * 5000),
-        *('{"format": "1"}', '{"format": null}', '{"format": 1.0}', '{"format": [1]}'),
-        *('{"format": 1, "images": NaN}', '{"format": 1, "images": -Infinity}'),
+        *('{"format": "3"}', '{"format": null}', '{"format": 3.0}', '{"format": [3]}'),
+        *('{"format": 3, "images": NaN}', '{"format": 3, "images": -Infinity}'),
     ],
     ids=lambda text: text[:40],
 )
 def test_unreadable_metadata(path, text):
     save_file({"t": torch.zeros(2)}, path, {"trueup": text})
-    refused(path, "has unreadable metadata")
+    refused(path, "read")  # cannot be read, or has unreadable metadata
 
 
 def test_metadata_without_content(path):
-    save_file({"t": torch.zeros(2)}, path, {"trueup": '{"format": 1}'})
+    save_file({"t": torch.zeros(2)}, path, {"trueup": '{"format": 3, "kind": "a calibration"}'})
     refused(path, "checksum does not match")
 
 
-def test_newer_format_asks_for_an_upgrade(path):
-    forged = resign(path, lambda meta, tensors: meta.update(format=3))
-    refused(forged, "has format 3; trueup")
-    refused(forged, "reads up to 2: upgrade trueup")
+def test_other_formats_are_refused_with_what_to_do(path):
+    refused(resign(path, _set("format", 4)), "has format 4, this trueup reads 3: upgrade trueup")
+    for older in (1, 2, 0, -1):
+        refused(
+            resign(path, _set("format", older)), f"has format {older}, this trueup reads 3: make it again"
+        )
+    refused(resign(path, _set("format", 10**4000)), "upgrade trueup")
 
 
-@pytest.mark.parametrize("number", [0, -1, False])
-def test_unknown_format(path, number):
-    refused(resign(path, lambda meta, tensors: meta.update(format=number)), "unknown format")
+def test_other_files_of_ours_are_no_calibrations(path):
+    refused(resign(path, _set("kind", "moments")), "holds moments, not a calibration")
+    refused(resign(path, _set("kind", "\x1b[2J\nverdict: all fine")), "\\x1b[2J\\nverdict: all fine")
 
 
 # Damage
 
 
 def test_no_flipped_bit_passes(path):
-    """One bit at a time: every bit of the first bytes, and three thousand anywhere."""
+    """One bit at a time: every bit of the first bytes, and fifteen hundred anywhere."""
     good = trueup.load(path)
     content = path.read_bytes()
     bits = len(content) * 8
     damaged = path.with_name("damaged")
     rng = random.Random(0)
     passed, said = 0, []
-    for bit in (*range(128), *rng.sample(range(128, bits), 3000)):
+    for bit in (*range(128), *rng.sample(range(128, bits), 1500)):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         damaged.write_bytes(flipped)
@@ -549,18 +459,17 @@ def test_no_flipped_bit_passes(path):
     assert passed < 30  # only what JSON leaves open, such as the 17th digit of a number, may pass
 
 
-@settings(deadline=None, max_examples=200)
-@given(data=st.data())
-def test_no_damaged_stretch_passes(tmp_path_factory, data):
-    content = V1.read_bytes()
-    start = data.draw(st.integers(0, len(content) - 1))
-    stretch = data.draw(st.binary(min_size=1, max_size=40))
-    damaged = tmp_path_factory.getbasetemp() / "stretch"
-    damaged.write_bytes(content[:start] + stretch + content[start + len(stretch) :])
-    try:
-        assert same(trueup.load(damaged), trueup.load(V1))
-    except ArtifactError:
-        pass  # noticed
+def test_no_damaged_stretch_passes(path):
+    content, good = path.read_bytes(), trueup.load(path)
+    damaged = path.with_name("damaged")
+    rng = random.Random(0)
+    for _ in range(300):
+        start, stretch = rng.randrange(len(content)), rng.randbytes(rng.randrange(1, 40))
+        damaged.write_bytes(content[:start] + stretch + content[start + len(stretch) :])
+        try:
+            assert same(trueup.load(damaged), good)
+        except ArtifactError:
+            pass  # noticed
 
 
 def test_swapped_tensors_are_noticed(path):
@@ -581,6 +490,10 @@ def _set(name, value):
 
 def _provenance(name, value):
     return lambda meta, tensors: meta["provenance"].update({name: value})
+
+
+def _binding(name, value):
+    return lambda meta, tensors: meta["provenance"]["binding"].update({name: value})
 
 
 def _tensor(name, change):
@@ -608,7 +521,13 @@ def _again(meta, tensors):
     meta["trajectories"] *= 2
 
 
+def _crossed(meta, tensors):
+    tensors["gain.low"], tensors["gain.high"] = tensors["gain.high"] + 1, tensors["gain.low"]
+
+
+NOT_SAVED = "its correction is not the one that was saved"
 VP = {"kind": "continuous_vp", "beta_min": 0.1, "beta_max": 20.0, "t_min": 1e-3, "t_max": 1.0}
+SCREEN = "\x1b[2Jfine\nverdict: all fine"
 FORGERIES = {
     # shapes
     "no shape": (lambda meta, tensors: meta.pop("shape"), "shape"),
@@ -622,19 +541,22 @@ FORGERIES = {
     "shape of booleans": (_set("shape", [True, 4, 4]), "sample shape makes no sense"),
     "shape of text": (_set("shape", "144"), "sample shape makes no sense"),
     "shape is a number": (_set("shape", 16), "damaged"),
+    "shape without end": (_set("shape", [1] * 100_000), "sample shape makes no sense"),
     # bands
     "band missing": (_set("kept_bands", [0]), "b is torch.float32"),
     "other bands kept": (_set("kept_bands", [0, 3]), "b is torch.float32"),
-    "bands out of order": (_set("kept_bands", [2, 0]), "kept bands makes no sense"),
-    "band twice": (_set("kept_bands", [0, 2, 2]), "kept bands makes no sense"),
+    "bands out of order": (_set("kept_bands", [2, 0]), "kept bands is out of order"),
+    "band twice": (_set("kept_bands", [0, 2, 2]), "kept bands is out of order"),
     "band out of range": (_set("kept_bands", [0, 99]), "kept bands makes no sense"),
     "negative band": (_set("kept_bands", [-3, 0]), "kept bands makes no sense"),
     "band is a fraction": (_set("kept_bands", [0.0, 2.0]), "kept bands makes no sense"),
     "bands are text": (_set("kept_bands", "02"), "kept bands makes no sense"),
-    "bands are nothing": (_set("kept_bands", None), "damaged"),
+    "bands are nothing": (_set("kept_bands", None), "kept bands makes no sense"),
     "edges fall": (_set("band_edges", [3.5, 2.5, 1.5, 0.5]), "band edges must rise"),
     "fewer edges": (_set("band_edges", [0.5]), "kept bands makes no sense"),
-    "edges are text": (_set("band_edges", ["low", "high"]), "damaged"),
+    "other edges, same bands": (_set("band_edges", [0.6, 1.5, 2.5, 3.5]), NOT_SAVED),
+    "edges are text": (_set("band_edges", ["0.5", "1.5"]), "band_edges holds 0.5"),
+    "edges without end": (_set("band_edges", list(range(10_000))), "band_edges is no list of up to 1000"),
     "edges are missing": (lambda meta, tensors: meta.pop("band_edges"), "band_edges"),
     # levels
     "levels out of order": (_tensor("t", lambda t: t[[0, 2, 1]]), "noise levels are out of order"),
@@ -643,16 +565,24 @@ FORGERIES = {
     "lam elsewhere": (_tensor("lam", lambda lam: lam - 0.01), "do not belong to its noise process"),
     "one level less": (_tensor("t", lambda t: t[:2]), "expected torch.float64 (2,)"),
     "no level": (lambda meta, tensors: _longer(tensors, 0), "0 levels"),
-    "level is a number": (_tensor("t", lambda t: t[0]), "damaged"),
+    "level is a number": (_tensor("t", lambda t: t[0]), "t is torch.float64 ()"),
+    # the correction
+    "b scaled": (_tensor("b", lambda v: 1.01 * v), NOT_SAVED),
+    "a swapped with d": (lambda meta, tensors: tensors.update(a=tensors["d"], d=tensors["a"]), NOT_SAVED),
+    "a of 1e38": (_at("a", 1e38), "a holds values out of range, -100 to 100"),
+    "d of -1e38": (_at("d", -1e38), "d holds values out of range, -100 to 100"),
+    "b of 1e30": (_at("b", 1e30), "b holds values out of range, -1e+06 to 1e+06"),
+    "identity missing": (lambda meta, tensors: meta.pop("identity"), NOT_SAVED),
     # process and parametrization
     "another process": (
         _provenance("process", {"kind": "ve", "sigma_min": 0.002, "sigma_max": 80.0}),
         "do not belong to its noise process",
     ),
     "another schedule": (_provenance("process", {**VP, "beta_max": 19.0}), "do not belong"),
-    "infinite schedule": (_provenance("process", {**VP, "beta_max": 1e999}), "unreadable metadata"),
+    "longer schedule": (_provenance("process", {**VP, "t_max": 2.0}), NOT_SAVED),
+    "infinite schedule": (_provenance("process", {**VP, "beta_max": 1e999}), "cannot be read"),
     "unknown process": (_provenance("process", {"kind": "brownian"}), "unknown noise process"),
-    "process of unhashable kind": (_provenance("process", {"kind": []}), "damaged"),
+    "process of unhashable kind": (_provenance("process", {"kind": []}), "unknown noise process"),
     "impossible process": (_provenance("process", {**VP, "beta_min": -1}), "beta_min"),
     "process with text": (_provenance("process", {**VP, "beta_min": "low"}), "damaged"),
     "process with more": (_provenance("process", {**VP, "gamma": 1}), "damaged"),
@@ -660,63 +590,135 @@ FORGERIES = {
         _provenance("process", {"kind": "discrete_vp", "alphas_cumprod": {"a": 1}}),
         "damaged",
     ),
+    "schedule without end": (
+        _provenance(
+            "process", {"kind": "discrete_vp", "alphas_cumprod": [1 - k / 2e5 for k in range(1, 150_000)]}
+        ),
+        "timesteps",
+    ),
     "process is text": (_provenance("process", "vp"), "damaged"),
     "process is nothing": (_provenance("process", None), "damaged"),
     "no process": (lambda meta, tensors: meta["provenance"].pop("process"), "process"),
     "no provenance": (lambda meta, tensors: meta.pop("provenance"), "provenance"),
     "provenance is a list": (_set("provenance", []), "damaged"),
-    "unknown prediction": (_provenance("parametrization", {"name": "dreams"}), "unknown parametrization"),
+    "unknown prediction": (_provenance("parametrization", {"name": "dreams"}), "unknown prediction"),
+    "another prediction": (_provenance("parametrization", {"name": "data"}), NOT_SAVED),
     "prediction is text": (_provenance("parametrization", "noise"), "damaged"),
     "edm of text": (_provenance("parametrization", {"name": "edm", "sigma_data": "x"}), "damaged"),
     "edm of zero": (_provenance("parametrization", {"name": "edm", "sigma_data": 0.0}), "sigma_data"),
-    "weights are a list": (_provenance("weights", ["ab"]), "fingerprint of the weights"),
+    # where the network's call holds what
+    "time elsewhere": (_binding("t", {"position": 2, "name": None}), NOT_SAVED),
+    "time in other units": (_binding("scale", 1000.0), NOT_SAVED),
+    "time in no units": (_binding("scale", 0.0), "the scale of the network's time is 0"),
+    "time in units of text": (_binding("scale", "nan"), "scale holds nan"),
+    "offset beyond measure": (_binding("offset", 1e12), "offset holds 1000000000000.0"),
+    "x nowhere": (_binding("x", None), "damaged"),
+    "t nowhere": (_binding("t", {"position": None, "name": None}), "the place of t"),
+    "t at -1": (_binding("t", {"position": -1, "name": "t"}), "the place of t"),
+    "t by a number": (_binding("t", {"position": 1, "name": 7}), "the place of t"),
+    "y in two places": (_binding("y", {"position": 1, "name": "y", "more": 1}), "damaged"),
+    "binding is text": (_provenance("binding", "x, t"), "damaged"),
+    # who it is of
+    "weights are a list": (_provenance("weights", ["ab"]), "weights of its provenance makes no sense"),
+    "weights are numbers": (_provenance("weights", {"float32": 7}), "fingerprint of the weights"),
+    "model is a number": (_provenance("model", 3), "the model's name makes no sense"),
+    "range of text": (_provenance("data_range", ["a", "b"]), "data_range holds a"),
+    "range upside down": (_provenance("data_range", [1.0, -1.0]), "data_range makes no sense"),
+    "transform is a list": (_provenance("transform", [1]), "transform of its provenance makes no sense"),
+    "generated is text": (_provenance("generated", "yes"), "generated of its provenance makes no sense"),
     # numbers
-    "images are text": (_set("images", "many"), "number of images is 'many'"),
-    "images are negative": (_set("images", -5), "number of images is -5"),
-    "folds are a fraction": (_set("folds", 2.5), "number of folds is 2.5"),
-    "data images are nothing": (_set("data_images", None), "number of data_images is None"),
-    "three bounds": (_set("bound_gain", [1.0, 2.0, 3.0]), "totals make no sense"),
-    "two ideal bounds": (_set("shift_bound_gain", [1.0, 2.0]), "totals make no sense"),
-    "bound is text": (_set("bound_gain", ["x", 1.0]), "damaged"),
+    "images are text": (_set("images", "many"), "images is many"),
+    "images are negative": (_set("images", -3), "images is -3"),
+    "images are 10**4000": (_set("images", 10**4000), "images is 10000000000000000000, out of range"),
+    "images are 2**50": (_set("images", 2**50), "images is 1125899906842624"),
+    "folds are a fraction": (_set("folds", 2.5), "folds is 2.5"),
+    "folds are true": (_set("folds", True), "folds is True"),
+    "folds are 10**9": (_set("folds", 10**9), "folds is 1000000000, expected a whole number from 1 to 1,024"),
+    "folds are 10**400": (_set("folds", 10**400), "folds is 10000000000000000000, out of range"),
+    "folds are nested": (_set("folds", [[[[[[[[[1]]]]]]]]]), "folds is nested too deeply"),
+    "folds are a list": (_set("folds", [16]), "folds is [16]"),
+    "data images are nothing": (_set("data_images", None), "data_images is None"),
+    "five bounds": (_set("bound_gain", [1.0] * 5), "bound_gain is no list of up to 4"),
+    "two ideal bounds": (_set("shift_bound_gain", [1.0, 2.0]), "damaged"),
+    "bound is text": (_set("bound_gain", ["x", 1.0, 1.0, 1.0]), "bound_gain holds x"),
+    "bound is beyond measure": (
+        _set("bound_gain", [1e15, 1.0, 1.0, 1.0]),
+        "bound_gain holds 1000000000000000.0",
+    ),
+    "error is negative": (_set("bound_gain", [1.0, -1.0, 0.0, 2.0]), "bound_gain has an impossible error"),
+    "interval is crossed": (_set("bound_gain", [1.0, 1.0, 2.0, 0.0]), "bound_gain has an impossible error"),
     "bound is missing": (lambda meta, tensors: meta.pop("shift_bound_gain"), "shift_bound_gain"),
+    "family is a sentence": (_set("family", "all is fine, really"), "family is 'all is fine, really'"),
+    "estimator is a list": (_set("estimator", ["shrunk"]), "estimator is"),
+    # texts that do something to a terminal
+    "family clears the screen": (
+        _set("family", SCREEN),
+        "family is a text that is too long or not printable",
+    ),
+    "model clears the screen": (
+        _provenance("model", SCREEN),
+        "model is a text that is too long or not printable",
+    ),
+    "model right to left": (_provenance("model", "\u202egnp.exe"), "model is a text"),
+    "a name clears the screen": (_provenance(SCREEN, 1), "a name in its metadata is a text"),
+    "solver clears the screen": (_entry("solver", SCREEN), "solver is a text"),
+    "settings clear the screen": (_entry("settings", {"grid": SCREEN}), "grid is a text"),
+    "process clears the screen": (_provenance("process", {"kind": SCREEN}), "kind is a text"),
+    "weights clear the screen": (_provenance("weights", {"float32": SCREEN}), "float32 is a text"),
+    "model without end": (_provenance("model", "x" * 10**6), "model is a text"),
     # trajectories
     "trajectories not listed": (_set("trajectories", []), "trajectories are not those it lists"),
+    "trajectories are no list": (_set("trajectories", {"0": {}}), "list of trajectories makes no sense"),
+    "trajectory is a number": (_set("trajectories", [3]), "list of trajectories makes no sense"),
+    "trajectories without end": (_set("trajectories", [{}] * 2000), "list of trajectories makes no sense"),
     "trajectory without tensors": (_again, "trajectories are not those it lists"),
     "tensor too many in a trajectory": (
         lambda meta, tensors: tensors.update({"trajectory.0.junk": torch.zeros(1)}),
-        "trajectory.0 has tensors that are not those of a trajectory",
+        "'junk' is no tensor of",
     ),
-    "error of the variance is negative": (_at("data_variance_se", -1.0), "error of the variance is negative"),
-    "trajectory without its gain": (
-        lambda meta, tensors: tensors.pop("trajectory.0.gain"),
-        "trajectory.0 lacks gain",
+    "trajectory without its gain": (lambda meta, tensors: tensors.pop("trajectory.0.gain"), "lacks gain"),
+    "gain of nothing": (_at("trajectory.0.gain", 0.0), "gain holds values out of range"),
+    "negative level": (_at("trajectory.0.sigma", -1.0), "sigma holds values out of range"),
+    "negative miss": (_at("trajectory.0.after_total_se", -1.0), "after_total_se holds values out of range"),
+    "states of another number": (
+        _tensor("trajectory.0.alpha", lambda v: v[:1]),
+        "alpha is torch.float64 (1,)",
     ),
-    "gain of nothing": (_at("trajectory.0.gain", 0.0), "makes no sense"),
-    "negative level": (_at("trajectory.0.sigma", -1.0), "makes no sense"),
-    "states of another number": (_tensor("trajectory.0.alpha", lambda v: v[:1]), "trajectory.0.alpha is"),
-    "shift of another shape": (_tensor("trajectory.0.shift", lambda v: v[..., :2]), "trajectory.0.shift is"),
-    "shift in half": (
-        _tensor("trajectory.0.shift", lambda v: v.half()),
-        "trajectory.0.shift is torch.float16",
-    ),
-    "shift is not finite": (_at("trajectory.0.shift", math.nan), "trajectory.0.shift holds"),
-    "no evaluations": (_entry("nfe", 0), "what trajectory.0 is for makes no sense"),
-    "guidance is text": (_entry("guidance", "much"), "what trajectory.0 is for makes no sense"),
-    "guidance is not finite": (_entry("guidance", 1e999), "unreadable metadata"),
+    "shift of another shape": (_tensor("trajectory.0.shift", lambda v: v[..., :2]), "shift is"),
+    "shift in half": (_tensor("trajectory.0.shift", lambda v: v.half()), "shift is torch.float16"),
+    "shift is not finite": (_at("trajectory.0.shift", math.nan), "shift holds values out of range"),
+    "shift is another": (_at("trajectory.0.shift", 0.5), "trajectory.0 is not the one that was saved"),
+    "another guidance": (_entry("guidance", 2.5), "trajectory.0 is not the one that was saved"),
+    "another sampler": (_entry("settings", {}), "trajectory.0 is not the one that was saved"),
+    "no evaluations": (_entry("nfe", 0), "nfe is 0"),
+    "guidance is text": (_entry("guidance", "much"), "guidance holds much"),
+    "guidance is not finite": (_entry("guidance", 1e999), "cannot be read"),
     "settings are a list": (_entry("settings", []), "what trajectory.0 is for makes no sense"),
-    "bands of a trajectory": (_entry("kept_bands", [0, 99]), "kept bands of trajectory.0"),
+    "solver is a list": (_entry("solver", ["ddim"]), "solver is"),
+    "bands of a trajectory": (_entry("kept_bands", [0, 99]), "kept bands makes no sense"),
     # tensors
-    "tensor missing": (lambda meta, tensors: tensors.pop("d"), "tensors are not those of a calibration"),
-    "no time": (lambda meta, tensors: tensors.pop("t"), "tensors are not those of a calibration"),
-    "tensor too many": (
-        lambda meta, tensors: tensors.update(extra=torch.zeros(1)),
-        "tensors are not those of a calibration",
+    "tensor missing": (lambda meta, tensors: tensors.pop("d"), "it lacks d"),
+    "no time": (lambda meta, tensors: tensors.pop("t"), "'t'"),
+    "tensor too many": (lambda meta, tensors: tensors.update(extra=torch.zeros(1)), "'extra' is no tensor"),
+    "tensor of a strange name": (
+        lambda meta, tensors: tensors.update({"\x1b[2J\n": torch.zeros(1)}),
+        r"'\x1b[2J\n' is no tensor",
     ),
-    "evidence too short": (_tensor("evidence.loss", lambda v: v[:2]), "evidence.loss is"),
+    "evidence too short": (_tensor("loss.value", lambda v: v[:2]), "loss.value is"),
+    "loss is not known": (_at("loss.value", math.nan), "loss.value holds values out of range, 0 to 1e+12"),
+    "loss is negative": (_at("loss.value", -1.0), "loss.value holds values out of range, 0 to 1e+12"),
+    "error of the loss is negative": (_at("loss.error", -1.0), "loss.error holds values out of range"),
+    "gain is infinite": (_at("gain.value", math.inf), "gain.value holds values out of range"),
+    "intervals are crossed": (_crossed, "gain has intervals that end below where they begin"),
+    "variance is negative": (_at("data_variance", -1.0), "data_variance holds values out of range"),
+    "error of the variance is negative": (_at("data_variance_se", -1.0), "data_variance_se holds"),
+    "scale of -1": (_at("scale", -1.0), "scale holds values out of range, 0 to 1"),
+    "scale of 2": (_at("scale", 2.0), "scale holds values out of range, 0 to 1"),
     "b transposed": (_tensor("b", lambda v: v.movedim(0, -1)), "b is"),
     "b flat": (_tensor("b", lambda v: v.flatten()), "b is"),
+    "digests in two dimensions": (_tensor("data_digests", lambda v: v[None]), "data_digests is"),
     **{
-        f"{name} holds {value}": (_at(name, value), f"{name} holds values that are not finite")
+        f"{name} holds {value}": (_at(name, value), f"{name} holds values out of range")
         for name in ("t", "lam", "b", "a", "d", "scale", "data_mean", "data_variance", "data_variance_se")
         for value in (math.nan, math.inf)
     },
@@ -730,9 +732,10 @@ FORGERIES = {
             ("d", torch.bool),
             ("scale", torch.float8_e4m3fn),
             ("data_mean", torch.uint8),
+            ("data_digests", torch.float64),
             ("t", torch.float32),
             ("lam", torch.int64),
-            ("evidence.gain", torch.float32),
+            ("gain.value", torch.float32),
         )
     },
 }
@@ -807,6 +810,23 @@ def test_many_levels_of_a_large_map_allocate_nothing(path):
     with Largest() as largest:
         refused(forged, "10000 levels")
     assert largest.bytes < 2e7  # the maps of the file itself
+
+
+def test_what_is_printed_of_a_file_is_printable_line_by_line(path):
+    """Texts that could be more are refused (above); what is left can only take its place in a line."""
+    forged = resign(path, _provenance("model", "fine: verdict: all fine"))
+    loaded = trueup.load(forged)
+    lines = loaded.summary().split("\n")
+    assert all(text.isprintable() for text in (repr(loaded), *lines))
+    assert [text for text in lines if text.startswith("verdict")] == [f"verdict: {loaded.verdict()}"]
+
+
+def test_control_characters_are_written_as_what_they_are_called(tmp_path):
+    """A network described by a file's name, say."""
+    made = make()
+    made.provenance["model"] = "net\x1b[2J\n"
+    made.save(tmp_path / "a")
+    assert trueup.load(tmp_path / "a").provenance["model"] == r"net\x1b[2J\n"
 
 
 def test_artifact_error_is_one_of_ours():

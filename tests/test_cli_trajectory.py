@@ -1,4 +1,4 @@
-"""`trueup check --sampler`, `calibrate --sampler` and what uses them, through the command line."""
+"""`trueup check --solver`, `calibrate --solver` and what uses them, through the command line."""
 
 import json
 
@@ -9,6 +9,7 @@ import trueup
 from trueup import cli
 from trueup.commands import calibrating
 from trueup.hf import as_denoiser
+from trueup.trajectory import check_sampler
 
 from commandline import in_process, refused, trueup_command
 
@@ -19,7 +20,7 @@ FEW = ("--trajectories", 32)
 def calibration(model, images, tmp_path_factory):
     """With trajectories for three samplers, made by the command."""
     out = tmp_path_factory.mktemp("cal") / "x.trueup.safetensors"
-    sampler = ("--sampler", "ddim,dpm-solver-2", "--nfe", "4,6", *FEW)
+    sampler = ("--solver", "ddim,dpm-solver-2", "--nfe", "4,6", *FEW)
     done = trueup_command("calibrate", model, "--data", images, "--trust", *sampler, "-o", out)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("trajectory of ") == 4
@@ -28,7 +29,7 @@ def calibration(model, images, tmp_path_factory):
 
 
 def test_check_shows_where_a_sampler_drifts(model, images):
-    done = trueup_command("check", model, "--data", images, "--sampler", "ddim", "--nfe", 4, *FEW)
+    done = trueup_command("check", model, "--data", images, "--solver", "ddim", "--nfe", 4, *FEW)
     assert done.returncode in (0, 2), done.stderr  # 2: a random network denoises worse than a filter
     lines = done.stdout.splitlines()
     assert lines[0] == "drift of ddim at 4 evaluations, 32 trajectories, moments of 40 images"
@@ -42,7 +43,7 @@ def test_check_in_json_and_in_a_line(model, images, calibration):
         model,
         "--calibration",
         calibration,
-        "--sampler",
+        "--solver",
         "ddim,dpm-solver-2",
         "--nfe",
         "4",
@@ -54,7 +55,7 @@ def test_check_in_json_and_in_a_line(model, images, calibration):
     assert (first["sampler"]["solver"], first["sampler"]["nfe"]) == ("ddim", 4)
     assert (len(first["states"]), len(second["states"])) == (4, 2)
     assert first["data_images"] == 40
-    drift = trueup.check_sampler(
+    drift = check_sampler(
         as_denoiser(str(model)), trueup.load(calibration), solver="ddim", nfe=4, trajectories=32
     )
     assert first["states"][-1]["miss"] == pytest.approx(drift.total(3)[0], rel=1e-3)
@@ -135,7 +136,7 @@ def test_evaluate_says_that_the_trajectory_was_applied(model, images, calibratio
 
 def test_samplers_are_added_without_data(model, calibration, tmp_path):
     out = tmp_path / "more.safetensors"
-    base = ("calibrate", model, "--calibration", calibration, "--sampler", "unipc", "--nfe", 4, *FEW)
+    base = ("calibrate", model, "--calibration", calibration, "--solver", "unipc", "--nfe", 4, *FEW)
     done = trueup_command(*base, "-o", out)
     assert done.returncode == 0, done.stderr
     made, before = trueup.load(out), trueup.load(calibration)
@@ -155,7 +156,7 @@ def test_interrupted_samplers_are_not_made_again(model, images, tmp_path, monkey
         "--data",
         str(images),
         "--trust",
-        "--sampler",
+        "--solver",
         "ddim",
         "--nfe",
         "3,4,5",
@@ -186,17 +187,17 @@ def test_interrupted_samplers_are_not_made_again(model, images, tmp_path, monkey
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--data", "D", "--nfe", "10"), "--nfe is about a sampler: say which with --sampler"),
+        (("--data", "D", "--nfe", "10"), "--nfe is about a sampler: say which with --solver"),
         (("--data", "D", "--guidance", "2"), "--guidance is about a sampler"),
         (("--calibration", "C"), "say which sampler to add"),
-        (("--data", "D", "--calibration", "C", "--sampler", "ddim"), "one of --data, --generated"),
-        (("--data", "D", "--sampler", "ddim", "--trajectories", "3"), "16 trajectories or more, not 3"),
-        (("--data", "D", "--sampler", "dpm-solver-3-adaptive"), "chooses its own steps"),
-        (("--data", "D", "--sampler", "dim"), "unknown solver 'dim'"),
-        (("--data", "D", "--sampler", "ddim", "--grid", "uniform"), "a grid belongs to DPM-Solver"),
-        (("--data", "D", "--sampler", "ddim", "--guidance", "2"), "cannot be guided"),
-        (("--data", "D", "--sampler", "ddim", "--nfe", "0"), "'0' is not a whole number"),
-        (("--calibration", "nowhere", "--sampler", "ddim"), "nowhere does not exist"),
+        (("--data", "D", "--calibration", "C", "--solver", "ddim"), "one of --data, --generated"),
+        (("--data", "D", "--solver", "ddim", "--trajectories", "3"), "16 trajectories or more, not 3"),
+        (("--data", "D", "--solver", "dpm-solver-3-adaptive"), "chooses its own steps"),
+        (("--data", "D", "--solver", "dim"), "unknown solver 'dim', did you mean ddim?"),
+        (("--data", "D", "--solver", "ddim", "--grid", "uniform"), "has its own"),
+        (("--data", "D", "--solver", "ddim", "--guidance", "2"), "cannot be guided"),
+        (("--data", "D", "--solver", "ddim", "--nfe", "0"), "'0' is not a whole number"),
+        (("--calibration", "nowhere", "--solver", "ddim"), "nowhere does not exist"),
     ],
 )
 def test_bad_requests_to_calibrate(capsys, model, images, calibration, tmp_path, arguments, words):
@@ -209,10 +210,10 @@ def test_bad_requests_to_calibrate(capsys, model, images, calibration, tmp_path,
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--sampler", "ddim"), "say what states should be like"),
-        (("--data", "D", "--calibration", "C", "--sampler", "ddim"), "say what states should be like"),
-        (("--data", "D", "--calibration", "C"), "--calibration goes with --sampler"),
-        (("--data", "D", "--sampler", "ddim", "--fail-above", "1"), "--fail-above is about the network"),
+        (("--solver", "ddim"), "say what states should be like"),
+        (("--data", "D", "--calibration", "C", "--solver", "ddim"), "say what states should be like"),
+        (("--data", "D", "--calibration", "C"), "--calibration goes with --solver"),
+        (("--data", "D", "--solver", "ddim", "--fail-above", "1"), "--fail-above is about the network"),
         (("--data", "D", "--trajectories", "32"), "--trajectories is about a sampler"),
     ],
 )
@@ -223,5 +224,5 @@ def test_bad_requests_to_check(capsys, model, images, calibration, arguments, wo
 
 def test_calibration_of_another_model_is_refused(capsys, calibration, tmp_path):
     assert "made for other weights" in in_process(
-        capsys, "check", "bundled:raw", "--calibration", calibration, "--sampler", "ddim"
+        capsys, "check", "bundled:raw", "--calibration", calibration, "--solver", "ddim"
     )

@@ -338,7 +338,7 @@ def latent(biased, calibration):
 
 
 def test_samples_of_a_latent_model_are_compared_with_the_pictures_of_the_data(latent, calibration, images):
-    """Item 11: they were compared with decoded latents of the data, which hid what the decoder does to both."""
+    """Item 11: they were compared with decoded latents of the data: that hid what a decoder does to both."""
     pictures = torch.nn.functional.interpolate(images.clamp(-1, 1), scale_factor=2)
     pictures = pictures.add(1).mul(127.5).round().to(torch.uint8)
     settings = {"samples": 8, "nfe": [6], "features": "pixels", "progress": False}

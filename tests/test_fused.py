@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import trueup
-from trueup.hook import CorrectOutput
-from trueup.process import ContinuousVP
+from trueup.calibration.hook import CorrectOutput
+
+from calibrations import by_definition, make
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -18,18 +19,18 @@ def fused():
     with pytest.MonkeyPatch.context() as patch:
         if not GPU:
             patch.setenv("TRITON_INTERPRET", "1")  # read when the kernel is declared
-        import trueup.fused
+        import trueup.calibration.fused
 
-        yield trueup.fused
+        yield trueup.calibration.fused
 
 
-def hook_for(shape):
-    denoiser = trueup.Denoiser(
-        lambda x_t, t: 0.9 * x_t + 0.1, ContinuousVP(), "velocity", shape, data_range=None
-    )
-    return CorrectOutput(
-        trueup.calibrate(denoiser, torch.randn(12, *shape), estimator="paired", levels=[0.2, 0.6])
-    )
+def kernel(fused, hook, output, x_t, t):
+    """What the hook would hand the kernel."""
+    tables = hook._tables(DEVICE, torch.float32)
+    node = hook._node(t, len(output), tables)
+    constant, gains = tables.weights[node] @ tables.constant, tables.gain_weights[node] @ tables.gains
+    assert fused.fits(output, x_t)
+    return fused.correct(output, x_t, constant, gains, tables.bands, tables.forward).cpu()
 
 
 def operations(hook, output, x_t, t):
@@ -37,31 +38,55 @@ def operations(hook, output, x_t, t):
     return hook.correct(output.cpu().float(), x_t.cpu().float(), t.cpu())
 
 
+def scale(*tensors):
+    return max(float(v.abs().max()) for v in tensors)
+
+
 @pytest.mark.parametrize("shape", [(3, 32, 32), (1, 7, 12), (4, 17, 9), (2, 64, 48)])
 @pytest.mark.parametrize("t", [torch.tensor(0.3), torch.tensor([0.2, 0.3, 0.5, 0.6])])
-def test_the_kernel_does_what_the_operations_do(fused, shape, t):
-    hook = hook_for(shape)
-    output, x_t = torch.randn(2, 4, *shape, device=DEVICE)
-    tables = hook._tables(DEVICE, torch.float32)
-    assert fused.fits(output, x_t)
-    got = fused.correct(output, x_t, hook._rows(t, 4, tables), tables.forward)
-    assert torch.allclose(
-        got.cpu(), operations(hook, output, x_t, t), atol=1e-5
-    )  # float32 sums in another order
-    assert not torch.allclose(got, output, atol=1e-2)
+@pytest.mark.parametrize("keep", [(), (0, 1), range(99)])
+def test_the_kernel_does_what_the_operations_do(fused, shape, t, keep):
+    cal = make(shape, kind="velocity", levels=[0.2, 0.6], keep=keep)
+    hook = CorrectOutput(cal)
+    generator = torch.Generator().manual_seed(0)
+    output, x_t = torch.randn(2, 4, *shape, generator=generator).to(DEVICE)
+    got = kernel(fused, hook, output, x_t, t)
+    expected = operations(hook, output, x_t, t)
+    size = scale(expected - output.cpu())
+    assert torch.allclose(got, expected, rtol=0, atol=2e-5 * size)  # float32 sums in another order
+    exact = by_definition(cal, output.cpu(), x_t.cpu(), t)
+    assert torch.allclose(got.double(), exact, rtol=0, atol=5e-3 * size)  # and times from a table
+    assert size > 0.05
+
+
+@pytest.mark.parametrize("kind", ["noise", "data", "flow", "edm"])
+def test_gains_reach_the_band_and_channel_they_are_for(fused, kind):
+    """One band of one channel alone: a gain read from a neighbour would change others."""
+    cal = make((3, 9, 8), kind=kind, levels=[0.2, 0.6], keep=())
+    a, d = cal.correction.a, cal.correction.d
+    a[:, [0, 2]], d[:, [0, 2]] = 0, 0
+    a[:, 1, [0, 1, 3, 4]], d[:, 1, [0, 1, 2, 4]] = 0, 0
+    hook = CorrectOutput(cal)
+    output, x_t = torch.randn(2, 2, 3, 9, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    t = torch.tensor([0.25, 0.55])
+    got = kernel(fused, hook, output, x_t, t)
+    assert torch.equal(got[:, [0, 2]], output[:, [0, 2]].cpu())
+    expected = operations(hook, output, x_t, t)
+    assert torch.allclose(got, expected, rtol=0, atol=2e-5 * scale(expected, output))
+    assert not torch.allclose(got[:, 1], output[:, 1].cpu(), atol=1e-2)
 
 
 def test_slices_half_precision_and_a_narrow_box(fused):
-    hook = hook_for((2, 8, 8))
-    hook.matrices = [m[:3] for m in hook.matrices]  # as if only the lowest frequencies were corrected
-    hook.table = hook.table.reshape(-1, 2, 2, 2, 8, 8)[..., :3, :3].flatten(1)
-    both = torch.randn(2, 4, 4, 8, 8, device=DEVICE).half()
+    cal = make((2, 8, 8), kind="velocity", levels=[0.2, 0.6], keep=(0, 1))
+    cal.correction.a[..., 2:], cal.correction.d[..., 2:] = 0, 0  # only the lowest frequencies are corrected
+    hook = CorrectOutput(cal)
+    assert [m.shape for m in hook.matrices] == [(2, 8), (2, 8)]
+    both = torch.randn(2, 4, 4, 8, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE).half()
     output, x_t, t = both[0, :, :2], both[1, :, 2:], torch.tensor(0.4)  # strided over the batch
-    tables = hook._tables(DEVICE, torch.float32)
-    assert fused.fits(output, x_t)
-    got = fused.correct(output, x_t, hook._rows(t, 4, tables), tables.forward)
+    got = kernel(fused, hook, output, x_t, t)
     assert got.dtype == torch.float16
-    assert torch.allclose(got.cpu().float(), operations(hook, output, x_t, t), atol=4e-3)  # half's rounding
+    expected = operations(hook, output, x_t, t)
+    assert torch.allclose(got.float(), expected, rtol=0, atol=1e-3 * scale(expected))  # half's rounding
 
 
 def test_it_declines_what_it_cannot_do(fused):
@@ -72,31 +97,6 @@ def test_it_declines_what_it_cannot_do(fused):
     assert not fused.fits(image.to(memory_format=torch.channels_last), image)
     assert not fused.fits(torch.zeros(2, 3, 65, 8), torch.zeros(2, 3, 65, 8))
     assert not fused.fits(torch.zeros(2, 3, 8), torch.zeros(2, 3, 8))
-
-
-@pytest.mark.skipif(not GPU, reason="needs a GPU")
-def test_an_attached_network_uses_it_on_a_gpu(fused, monkeypatch):
-    class Network(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gain = nn.Parameter(torch.tensor(0.9))
-
-        def forward(self, x_t, t):
-            return self.gain * x_t + 0.1
-
-    network = Network().to(DEVICE)
-    denoiser = trueup.Denoiser(network, ContinuousVP(), "noise", (3, 16, 16), data_range=None)
-    cal = trueup.calibrate(denoiser, torch.randn(40, 3, 16, 16), estimator="paired", levels=[0.2, 0.6])
-    x_t, t = torch.randn(4, 3, 16, 16, device=DEVICE), torch.full((4,), 0.4, device=DEVICE)
-    with trueup.attach(network, cal):
-        with torch.no_grad():
-            fast = network(x_t, t)
-        slow = network(x_t, t)  # with gradients it takes the operations
-        assert slow.requires_grad
-        half = network.half()(x_t.half(), t).float()
-        network.float()
-    assert torch.allclose(fast, slow, atol=1e-5)
-    assert torch.allclose(half, slow, atol=2e-2)
 
 
 def test_it_leaves_forward_mode_derivatives_to_the_operations(fused):
@@ -119,7 +119,42 @@ def test_a_size_the_gpu_cannot_hold_is_left_to_the_operations(fused, monkeypatch
 
     monkeypatch.setattr(fused, "_correct", Fails())
     image, matrices = torch.zeros(1, 1, 8, 8, device=DEVICE), [torch.eye(8, device=DEVICE)] * 2
+    constant, gains = torch.zeros(1, 64, device=DEVICE), torch.zeros(1, 2, device=DEVICE)
+    bands = torch.zeros(64, dtype=torch.int32, device=DEVICE)
     assert fused.fits(image, image)
-    assert fused.correct(image, image, torch.zeros(1, 256, device=DEVICE), matrices) is None
+    assert fused.correct(image, image, constant, gains, bands, matrices) is None
     assert not fused.fits(image, image)
     fused._TOO_LARGE.clear()
+
+
+def test_the_look_whether_it_works_runs_it(fused):
+    assert fused.works(DEVICE)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+def test_an_attached_network_uses_it_on_a_gpu(fused, monkeypatch):
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.tensor(0.9))
+
+        def forward(self, x, t):
+            return self.gain * x + 0.1
+
+    network = Network().to(DEVICE)
+    cal = make((3, 16, 16), levels=[0.2, 0.6], network=network)
+    x_t, t = torch.randn(4, 3, 16, 16, device=DEVICE), torch.full((4,), 0.4, device=DEVICE)
+    used = []
+    correct = fused.correct
+    monkeypatch.setattr(fused, "correct", lambda *args: used.append(1) or correct(*args))
+    with trueup.attach(network, cal):
+        with torch.no_grad():
+            fast = network(x_t, t)
+        assert used
+        slow = network(x_t, t)  # with gradients it takes the operations
+        assert slow.requires_grad
+        half = network.half()(x_t.half(), t).float()
+        network.float()
+    size = scale(slow)
+    assert torch.allclose(fast, slow, atol=1e-5 * size)
+    assert torch.allclose(half, slow, atol=5e-3 * size)

@@ -1,5 +1,6 @@
 """diffusers models, schedulers, pipelines and directories, read as diffusers itself reads them."""
 
+import copy
 import json
 import pickle
 import shutil
@@ -27,10 +28,10 @@ from safetensors.torch import load_file, save_file
 
 from trueup.denoiser import Denoiser
 from trueup.errors import ModelError
-from trueup.hf import as_denoiser, is_diffusers_model, is_pipeline, network_of
+from trueup.hf import Autoencoder, as_denoiser, is_pipeline, network_of, schedule
+from trueup.images import open_images
 from trueup.parametrization import Parametrization
 from trueup.process import EDM, DiscreteVP, Flow
-from trueup.schedules import schedule
 
 from tiny import tiny_unet
 
@@ -311,7 +312,6 @@ def test_a_pipeline_is_a_denoiser():
 def test_a_model_with_its_scheduler_is_a_denoiser(scheduler, tmp_path):
     DDIMScheduler(beta_end=0.01).save_pretrained(tmp_path)
     unet = tiny_unet()
-    assert is_diffusers_model(unet)
     denoiser = as_denoiser(unet, scheduler=scheduler(tmp_path))
     assert denoiser.network is unet
     assert denoiser.process.agrees_with(DiscreteVP.linear(beta_end=0.01))
@@ -326,7 +326,7 @@ def test_a_scheduler_given_by_hand_wins_over_the_pipelines():
     denoiser = as_denoiser(pipeline, process=process)
     assert denoiser.process is process
     assert denoiser.parametrization.name == "noise"
-    assert as_denoiser(tiny_unet(), process=process, parametrization="data").parametrization.name == "data"
+    assert as_denoiser(tiny_unet(), process=process, prediction="data").parametrization.name == "data"
 
 
 def test_a_denoiser_stays_what_it_is():
@@ -454,7 +454,7 @@ def without_scheduler() -> DDPMPipeline:
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        (tiny_unet, {}, "UNet2DModel has no scheduler.*pass scheduler=, or process= and parametrization="),
+        (tiny_unet, {}, "UNet2DModel has no scheduler.*pass the one it was trained with as scheduler"),
         (without_scheduler, {}, "DDPMPipeline has no scheduler"),
         (tiny_unet, {"scheduler": 3}, "cannot read a noise schedule from int"),
         (tiny_unet, {"process": DiscreteVP.linear()}, "no scheduler"),
@@ -521,7 +521,7 @@ def test_a_saved_model_finds_its_scheduler_inside_or_beside_it(saved, tmp_path):
     check(as_denoiser(saved / "unet"))
     alone = tmp_path / "alone"
     shutil.copytree(saved / "unet", alone)
-    with pytest.raises(ModelError, match=r"alone has no scheduler.*pass scheduler="):
+    with pytest.raises(ModelError, match=r"alone has no scheduler.*as scheduler"):
         as_denoiser(alone)
     check(as_denoiser(alone, scheduler=saved / "scheduler"))
     shutil.copy(saved / "scheduler" / "scheduler_config.json", alone)
@@ -650,3 +650,208 @@ def test_a_damaged_directory_is_refused_with_a_reason(saved, damage, message):
     damage(saved)
     with pytest.raises(ModelError, match=message):
         as_denoiser(saved)
+
+
+def test_a_wrapped_model_is_still_itself():
+    for wrap in (
+        torch.nn.DataParallel,
+        lambda net: torch.compile(torch.nn.DataParallel(net), backend="eager"),
+    ):
+        denoiser = as_denoiser(wrap(tiny_unet()), scheduler=DDPMScheduler())
+        assert denoiser.description == "UNet2DModel"
+        assert denoiser.shape == (1, 8, 8)
+        assert answers(denoiser, tiny_unet())
+
+
+@pytest.mark.parametrize("settings", [{"num_class_embeds": 10}, {}], ids=["labels", "no labels"])
+def test_where_a_diffusers_network_holds_its_arguments_is_known(settings):
+    denoiser = as_denoiser(tiny_unet(**settings), scheduler=DDPMScheduler())
+    found = denoiser.binding(torch.tensor([3]) if settings else None)
+    assert (found.x.name, found.t.name) == ("sample", "timestep")
+    assert (found.scale, found.offset) == (1.0, 0.0)
+    if settings:
+        assert found.y.name == "class_labels"
+
+
+def test_copies_of_a_labelled_network_run_the_copy():
+    denoiser = as_denoiser(tiny_unet(num_class_embeds=10), scheduler=DDPMScheduler())
+    other = copy.deepcopy(denoiser)
+    assert answers(other, other.network, class_labels=torch.tensor([3, 9]))
+    with torch.no_grad():
+        other.network.conv_out.weight.zero_()
+    assert answers(denoiser, tiny_unet(num_class_embeds=10), class_labels=torch.tensor([3, 9]))
+    assert answers(other, other.network, class_labels=torch.tensor([3, 9]))
+
+
+# Autoencoders ----------------------------------------------------------------------------------------------
+
+
+def autoencoder(kind: str, **config):
+    """A tiny one that halves (or, with three blocks, quarters) each side."""
+    torch.manual_seed(0)
+    if kind == "AutoencoderTiny":
+        return diffusers.AutoencoderTiny(
+            encoder_block_out_channels=(8, 8),
+            decoder_block_out_channels=(8, 8),
+            num_encoder_blocks=(1, 1),
+            num_decoder_blocks=(1, 1),
+            **config,
+        ).eval()
+    blocks = {
+        "block_out_channels": (4, 4, 4),
+        "down_block_types": ("DownEncoderBlock2D",) * 3,
+        "up_block_types": ("UpDecoderBlock2D",) * 3,
+        "norm_num_groups": 2,
+        "latent_channels": 4,
+    }
+    if kind == "VQModel":
+        return diffusers.VQModel(**blocks, num_vq_embeddings=16, **config).eval()
+    return AutoencoderKL(**blocks, **config).eval()
+
+
+PICTURES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+@pytest.mark.parametrize("kind", ["AutoencoderKL", "AutoencoderTiny", "VQModel"])
+def test_pictures_have_the_shape_their_latents_decode_to(kind):
+    module = autoencoder(kind)
+    wrapped = Autoencoder(module)
+    size = 8 if kind == "AutoencoderTiny" else 4
+    assert wrapped.picture_shape((4, size, size)) == (3, 16, 16)
+    assert wrapped.picture_shape((4, size, 2 * size)) == (3, 16, 32)
+    assert wrapped.encode(PICTURES).shape == (3, 4, size, size)
+    assert wrapped.decode(torch.zeros(2, 4, size, size)).shape == (2, 3, 16, 16)
+
+
+def test_the_shape_of_pictures_is_found_by_decoding_where_no_config_says_it():
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def encode(self, x):
+            return (torch.nn.functional.avg_pool2d(x, 2) * self.weight,)
+
+        def decode(self, x):
+            return (x.repeat_interleave(2, -1).repeat_interleave(2, -2) * self.weight,)
+
+    wrapped = Autoencoder(Twice())
+    assert wrapped.picture_shape((4, 3, 5)) == (4, 6, 10)
+    latents = torch.randn(2, 4, 3, 5)
+    torch.testing.assert_close(wrapped.encode(wrapped.decode(latents)), latents)
+
+
+def per_channel(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values).view(1, 4, 1, 1)
+
+
+MEAN, STD = [0.1, -0.2, 0.3, 0.4], [0.5, 1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("config", "to_network", "from_network"),
+    [
+        # Stable Diffusion
+        ({"scaling_factor": 0.18215}, lambda z: z * 0.18215, lambda z: z / 0.18215),
+        # Stable Diffusion 3 and Flux
+        (
+            {"scaling_factor": 1.5305, "shift_factor": 0.0609},
+            lambda z: (z - 0.0609) * 1.5305,
+            lambda z: z / 1.5305 + 0.0609,
+        ),
+        # Playground 2.5, in the pipeline of SDXL
+        (
+            {"scaling_factor": 0.5, "latents_mean": MEAN, "latents_std": STD},
+            lambda z: (z - per_channel(MEAN)) * 0.5 / per_channel(STD),
+            lambda z: z * per_channel(STD) / 0.5 + per_channel(MEAN),
+        ),
+    ],
+    ids=["scaling", "scaling and shift", "mean and std"],
+)
+def test_latents_are_scaled_as_diffusers_pipelines_do(config, to_network, from_network):
+    module = autoencoder("AutoencoderKL", **config)
+    wrapped = Autoencoder(module)
+    with torch.no_grad():
+        expected = to_network(module.encode(PICTURES).latent_dist.mode())
+        latents = torch.randn(3, 4, 4, 4, generator=torch.Generator().manual_seed(1))
+        pictures = module.decode(from_network(latents)).sample
+    # The same operations in another order: float32 rounding of values near one.
+    torch.testing.assert_close(wrapped.encode(PICTURES), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(wrapped.decode(latents), pictures, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["AutoencoderTiny", "VQModel"])
+def test_latents_without_a_distribution_are_scaled_too(kind):
+    module = autoencoder(kind, scaling_factor=0.3)
+    with torch.no_grad():
+        expected = module.encode(PICTURES).latents * 0.3
+    torch.testing.assert_close(Autoencoder(module).encode(PICTURES), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_autoencoder_answers_in_float32():
+    module = autoencoder("AutoencoderTiny").double()
+    assert Autoencoder(module).encode(PICTURES).dtype == torch.float32
+    assert Autoencoder(module).decode(torch.zeros(1, 4, 8, 8)).dtype == torch.float32
+
+
+def test_latents_that_are_not_finite_are_refused():
+    """As the autoencoder of SDXL makes them in half precision."""
+    module = autoencoder("AutoencoderKL")
+    torch.nn.init.constant_(module.quant_conv.bias, float("inf"))
+    with pytest.raises(ModelError, match="latents that are not finite: load it in float32"):
+        Autoencoder(module).encode(PICTURES)
+
+
+def test_an_autoencoder_that_runs_out_of_memory_takes_fewer_at_once():
+    module = autoencoder("AutoencoderTiny")
+    expected, encode, sizes = Autoencoder(module).encode(PICTURES), module.encode, []
+
+    def limited(x):
+        sizes.append(len(x))
+        if len(x) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return encode(x)
+
+    module.encode = limited
+    torch.testing.assert_close(Autoencoder(module).encode(PICTURES), expected, rtol=1e-5, atol=1e-6)
+    assert sizes == [3, 2, 1, 1, 1]
+
+
+def test_what_is_no_autoencoder_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="Linear is no autoencoder"):
+        Autoencoder(torch.nn.Linear(2, 2))
+    tiny_unet().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="is no autoencoder"):
+        Autoencoder(tmp_path).module  # noqa: B018
+
+
+def test_a_latent_model_reads_pictures_through_its_autoencoder(tmp_path):
+    """Its 8-bit data were refused, or decoded latents of the data taken for the data."""
+    pipeline = DiTPipeline(tiny_dit(sample_size=4), autoencoder("AutoencoderKL"), DDIMScheduler())
+    pipeline.save_pretrained(tmp_path)
+    array = np.random.default_rng(0).integers(0, 256, (5, 16, 16, 3), dtype=np.uint8)
+    pixels = torch.from_numpy(array).permute(0, 3, 1, 2) / 127.5 - 1
+    with torch.no_grad():
+        expected = pipeline.vae.encode(pixels).latent_dist.mode() * pipeline.vae.config.scaling_factor
+    for model in (pipeline, tmp_path, tmp_path / "transformer"):
+        denoiser = as_denoiser(model, **({} if model is pipeline else {"scheduler": DDIMScheduler()}))
+        assert denoiser.data_range is None
+        x0 = torch.cat([batch.x0 for batch in open_images(array, denoiser).batches(2)])
+        torch.testing.assert_close(x0, expected, rtol=1e-5, atol=1e-5)  # convolutions of other batch sizes
+    latents = torch.randn(2, 4, 4, 4)
+    assert torch.equal(next(open_images(latents, denoiser).batches(2)).x0, latents)
+
+
+def test_an_autoencoder_may_be_named_by_hand_or_left_out(tmp_path):
+    vae, dit = autoencoder("AutoencoderKL"), tiny_dit(sample_size=4)
+    vae.save_pretrained(tmp_path)
+    for given in (vae, tmp_path, str(tmp_path), Autoencoder(vae)):
+        denoiser = as_denoiser(dit, scheduler=DDIMScheduler(), vae=given)
+        assert denoiser.data_range is None
+        assert denoiser.autoencoder.identity == Autoencoder(vae).identity
+    ranged = as_denoiser(DiTPipeline(dit, vae, DDIMScheduler()), model_range=(0.0, 1.0))
+    assert (ranged.data_range, ranged.autoencoder) == ((0.0, 1.0), None)
+    with pytest.raises(ModelError, match="already carries"):
+        as_denoiser(denoiser, vae=vae)
+    with pytest.raises(ModelError, match="already carries"):
+        as_denoiser(denoiser, model_range=(0.0, 1.0))

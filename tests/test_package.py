@@ -18,7 +18,7 @@ def run(code: str) -> str:
 
 def test_importing_trueup_loads_nothing_heavy():
     loaded = json.loads(run("import sys, trueup, json; print(json.dumps(sorted(sys.modules)))"))
-    for heavy in ("torch", "diffusers", "numpy", "PIL", "datasets", "transformers"):
+    for heavy in ("torch", "diffusers", "numpy", "PIL", "datasets", "transformers", "safetensors", "tqdm"):
         assert heavy not in loaded
 
 
@@ -34,6 +34,11 @@ def test_help_does_not_load_torch():
         "import sys\nfrom trueup.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
     )
     assert run(code + "print('torch' in sys.modules)").strip().endswith("False")
+
+
+def test_the_front_door_has_a_dozen_names():
+    assert len(trueup.__all__) <= 13  # and the version
+    assert trueup.sampling.sample is trueup.sample  # the rest is one step down
 
 
 def test_unknown_names_are_attribute_errors():

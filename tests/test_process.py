@@ -13,9 +13,10 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
 )
 
+from trueup.denoiser import Denoiser
 from trueup.errors import ModelError
+from trueup.hf import schedule
 from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow, NoiseProcess, from_settings
-from trueup.schedules import schedule
 
 
 def zero_snr(steps: int = 1000) -> DiscreteVP:
@@ -308,8 +309,139 @@ def test_snap_rounds_where_the_network_knows_whole_timesteps_only():
         (lambda: from_settings({"kind": "ve", "beta": 1}), "cannot be built from"),
         (lambda: from_settings({"kind": "ve", "sigma_min": "a"}), "cannot be built from"),
         (lambda: from_settings({"kind": "discrete_vp"}), "cannot be built from"),
+        (lambda: from_settings({"kind": "discrete_vp", "alphas_cumprod": [10**400, 0.1]}), "numbers"),
+        (
+            lambda: from_settings({"kind": "edm", "sigma_min": 10**400, "sigma_max": 10**401}),
+            "cannot be built",
+        ),
     ],
 )
 def test_nonsense_is_refused_with_a_reason(build, message):
     with pytest.raises(ModelError, match=message):
         build()
+
+
+# What every process can do
+
+
+def test_noise_is_added_as_scaled(process):
+    x0, eps = torch.randn(2, 3, 1, 2, 2, dtype=torch.float64).unbind()
+    t = times(process, 5)[1:4]
+    alpha, sigma = process.scales(t, eps)
+    assert alpha.shape == sigma.shape == (3, 1, 1, 1)
+    torch.testing.assert_close(process.noised(x0, eps, t), alpha * x0 + sigma * eps)
+    one = process.noised(x0, eps, float(t[1]))
+    torch.testing.assert_close(one[1], process.noised(x0, eps, t)[1])
+    assert process.scales(t, eps.float())[0].dtype == torch.float32
+
+
+def test_unit_time_inverts(process):
+    t = times(process)
+    torch.testing.assert_close(process.from_unit(process.to_unit(t)), t, rtol=0, atol=1e-9)
+
+
+def test_a_sample_is_what_the_data_looks_like(process):
+    """At the cleanest time x_t is the data, scaled where the network sees it scaled."""
+    x0 = torch.ones(2, 1, 2, 2, dtype=torch.float64)
+    clean = process.to_data(process.noised(x0, torch.zeros_like(x0), process.t_min), process.t_min)
+    expected = x0 if isinstance(process, EDM) else float(process.alpha(process.t_min)) * x0
+    torch.testing.assert_close(clean, expected)
+
+
+def test_samplers_start_from_as_much_noise_as_there_is_at_the_end(process):
+    assert process.prior_std == pytest.approx(
+        float(process.sigma(process.t_max)), rel=1e-2 + 0.1 * (process.t_max == 1)
+    )
+
+
+# Processes of others
+
+
+class Cosine(NoiseProcess):
+    """alpha = cos(pi t / 2), as an outsider would write it."""
+
+    kind = "cosine of the tests"
+
+    def __init__(self, margin: float = 0.01):
+        self.margin, self.t_min, self.t_max = margin, margin, 1 - margin
+
+    def log_alpha(self, t):
+        return torch.cos(math.pi / 2 * torch.as_tensor(t, dtype=torch.float64)).log()
+
+    def lam(self, t):
+        return -torch.tan(math.pi / 2 * torch.as_tensor(t, dtype=torch.float64)).log()
+
+    def f(self, t):
+        return -math.pi / 2 * torch.tan(math.pi / 2 * torch.as_tensor(t, dtype=torch.float64))
+
+    def dlam(self, t):
+        return -math.pi / torch.sin(math.pi * torch.as_tensor(t, dtype=torch.float64))
+
+    def t_of_lam(self, lam):
+        return 2 / math.pi * torch.atan(torch.exp(-torch.as_tensor(lam, dtype=torch.float64)))
+
+    def settings(self):
+        return {"kind": self.kind, "margin": self.margin}
+
+
+def test_a_process_of_somebody_else_is_known_once_it_is_defined():
+    mine = Cosine(0.02)
+    again = from_settings(json.loads(json.dumps(mine.settings())))
+    assert type(again) is Cosine
+    assert again.agrees_with(mine)
+    assert not mine.agrees_with(ContinuousVP())
+    t = times(mine)
+    torch.testing.assert_close(mine.t_of_lam(mine.lam(t)), t, rtol=0, atol=1e-9)
+    torch.testing.assert_close(mine.alpha(t) ** 2 + mine.sigma(t) ** 2, torch.ones_like(t))
+    with pytest.raises(ModelError, match="cosine of the tests"):
+        from_settings({"kind": "other"})
+
+
+def test_a_process_of_somebody_else_makes_a_denoiser():
+    denoiser = Denoiser(lambda x_t, t: x_t * t[:, None, None, None], Cosine(), "noise", (1, 2, 2))
+    x_t = torch.ones(2, 1, 2, 2)
+    assert torch.equal(denoiser.eps(x_t, 0.5), 0.5 * x_t)
+
+
+def test_a_kind_belongs_to_one_process():
+    """A subclass of Flow took over its kind: files that said "flow" became something else."""
+    with pytest.raises(
+        ModelError, match="Shifted needs a `kind` of its own: files that say 'flow' mean Flow"
+    ):
+
+        class Shifted(Flow):
+            pass
+
+    with pytest.raises(ModelError, match="Mine needs a `kind` of its own"):
+
+        class Mine(Cosine):
+            kind = "ve"
+
+    assert type(from_settings(Flow().settings())) is Flow
+    assert type(from_settings(VE().settings())) is VE
+
+
+def test_a_process_may_be_defined_again():
+    """As a notebook does whose cell is run twice."""
+
+    def define():
+        class Again(Cosine):
+            kind = "again"
+
+        return Again
+
+    define()
+    second = define()
+    assert type(from_settings({"kind": "again"})) is second
+
+
+def test_a_base_without_a_kind_is_no_process():
+    class Base(NoiseProcess):
+        pass
+
+    class Own(Cosine):
+        kind = "own"
+
+    assert isinstance(from_settings({"kind": "own", "margin": 0.1}), Own)
+    with pytest.raises(ModelError, match="unknown noise process ''"):
+        from_settings({"kind": ""})

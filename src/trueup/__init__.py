@@ -7,7 +7,8 @@
     with trueup.attach(pipe, cal):
         pipe(num_inference_steps=20)
 
-Names are loaded when first used, so `import trueup` is quick and never imports diffusers.
+Names, and the rooms one step down (`trueup.estimate.measure`), are loaded when first used: `import trueup` is
+quick and never imports diffusers.
 """
 
 from __future__ import annotations
@@ -27,14 +28,33 @@ _HOME = {
     "Denoiser": "trueup.denoiser",
     "Images": "trueup.images",
     "Parametrization": "trueup.parametrization",
-    "process": "trueup.process",
     "TrueupError": "trueup.errors",
 }
 
-__all__ = ["__version__", *_HOME]
+_ROOMS = (
+    "calibration",
+    "density",
+    "estimate",
+    "hf",
+    "images",
+    "metrics",
+    "process",
+    "sampling",
+    "trajectory",
+)
+
+__all__ = ["__version__", *_HOME, "process"]
 
 if TYPE_CHECKING:
+    from trueup import calibration as calibration
+    from trueup import density as density
+    from trueup import estimate as estimate
+    from trueup import hf as hf
+    from trueup import images as images
+    from trueup import metrics as metrics
     from trueup import process as process
+    from trueup import sampling as sampling
+    from trueup import trajectory as trajectory
     from trueup.calibration import attach as attach
     from trueup.calibration import load as load
     from trueup.denoiser import Denoiser as Denoiser
@@ -49,13 +69,13 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'trueup' has no attribute {name!r}")
     from importlib import import_module
 
-    home = import_module(_HOME[name])
-    value = home if name == "process" else getattr(home, name)
-    globals()[name] = value
+    if name in _ROOMS:
+        return import_module(f"trueup.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'trueup' has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(_HOME[name]), name)
     return value
 
 

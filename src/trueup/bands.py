@@ -72,7 +72,8 @@ class Bands:
         self.count = int(self.index.max()) + 1
         self.sizes = torch.bincount(self.index.flatten(), minlength=self.count)
         self._ready: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor], Tensor]] = {}
-        self.members = [(self.index.flatten() == k).nonzero().flatten() for k in range(self.count)]
+        order = self.index.flatten().argsort(stable=True)
+        self.members = order.split(self.sizes.tolist())  # of each band, its coefficients
 
     def dct(self, x: Tensor) -> Tensor:
         """DCT over the spatial axes, (..., *spatial) -> (..., *spatial)."""

@@ -5,33 +5,32 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from trueup.checks import check
+from trueup.errors import Argument, MismatchError, TrueupError
+from trueup.files import line, printable
 from trueup.options import parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 0, 1 for a failed check, 2 for bad input, 130 after Ctrl-C."""
-    options, unknown = parser().parse_known_args(_joined(sys.argv[1:] if arguments is None else arguments))
-    if unknown:
-        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    from trueup.errors import TrueupError
-
+    options = parser().parse(_joined(sys.argv[1:] if arguments is None else arguments))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to fail
     code = 141
     try:
+        check(options)
         from trueup import commands
 
         code = getattr(commands, options.command)(options)
         sys.stdout.flush()
         return code
     except TrueupError as error:
-        print(f"trueup: {_as_options(str(error), options)}", file=sys.stderr)
+        print(f"trueup: {_phrased(error, options)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         run = getattr(options, "run", None)
@@ -43,18 +42,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("TRUEUP_DEBUG"):
             raise
-        reason = " ".join(str(error).split())[:300]
-        print(
-            f"trueup: {type(error).__name__}: {reason} (TRUEUP_DEBUG=1 shows where)",
-            file=sys.stderr,
-        )
+        words = f"{type(error).__name__}: {line(error, 300)} (TRUEUP_DEBUG=1 shows where)"
+        print(f"trueup: {words}", file=sys.stderr)
         return 2
+
+
+def _phrased(error: TrueupError, options: argparse.Namespace) -> str:
+    """An error as the command line says it, on one line."""
+    # No command puts a calibration on a model it was not made for: --force is about files.
+    words = error.problem if isinstance(error, MismatchError) else error.phrased(Argument.option)
+    if error.one_image and not getattr(options, "skip_bad", False):
+        words += " (--skip-bad leaves such images out)"
+    return printable(words)
 
 
 def _kept(run: Path) -> str:
     """How to go on after an interruption."""
     if any(any(run.glob(f"**/{name}")) for name in ("checkpoint.safetensors", "samples.json", "samplers.*")):
-        return f"; what was done is kept in {run}: run the same command again to go on"
+        return f"; what was done is kept in {printable(str(run))}: run the same command again to go on"
     return ", before anything was done"
 
 
@@ -67,32 +72,6 @@ def _joined(arguments: Sequence[str]) -> list[str]:
         else:
             joined.append(argument)
     return joined
-
-
-def _as_options(message: str, options: argparse.Namespace) -> str:
-    """What the library says of its arguments, said of the command line's options."""
-    message = re.sub(r"data_range=\((-?[\d.]+), (-?[\d.]+)\)", r"--data-range \1,\2", message)
-    message = message.replace("data_range=(low, high)", "--data-range LOW,HIGH")
-    message = re.sub(r"\b(resize|crop)='(\w+)'", r"--\1 \2", message)
-    for words, option in (
-        ("weights=PATH", "--weights FILE"),
-        ("pass null_label", "pass --null-label N"),
-        ("variance='small' or 'large'", "--variance small or large"),
-        ("a bound of T steps: pass steps", "a bound of T steps: pass --steps T"),
-        (", or pass force=True if you know they agree", ""),
-        ("pass force=True to replace", "pass --force to replace"),
-    ):
-        message = message.replace(words, option)
-    one_image = (
-        "cannot be read as an image",
-        "is a colour image",
-        "has transparency",
-        "its values were quantized",
-        "8 bits first",
-    )
-    if any(words in message for words in one_image) and not getattr(options, "skip_bad", False):
-        message += " (--skip-bad leaves such images out)"
-    return message
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +16,10 @@ from trueup.errors import TrueupError
 from trueup.estimate import fit, measure
 from trueup.files import BUNDLED, write
 from trueup.hf import as_denoiser
+from trueup.hf.loading import diffusers_module
+from trueup.images import Images
 from trueup.metrics import wasserstein
-from trueup.report import plain_output, show
+from trueup.report import as_text, plain_output
 from trueup.sampling import sample
 
 IMAGES = 200
@@ -35,8 +36,7 @@ def run_directory(out: Path, seed: int) -> Path:
 
 def run(out: Path, *, seed: int = 0, device: str = "cpu", progress: bool | None = None) -> None:
     """Calibrate the raw weights, sample before and after with the same seeds, and draw it."""
-    import diffusers
-
+    diffusers = diffusers_module("the demo")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -45,15 +45,14 @@ def run(out: Path, *, seed: int = 0, device: str = "cpu", progress: bool | None 
         "A small diffusion model trained on Fashion-MNIST, its raw last weights. Measuring how it misses on "
         f"{IMAGES} images:\n"
     )
-    raw, ema = (as_denoiser(BUNDLED / name, device=device) for name in ("raw", "ema"))
+    raw, ema = (as_denoiser(BUNDLED / name, device=device, batch_size=32) for name in ("raw", "ema"))
     pictures = np.load(BUNDLED / "images.npy")
-    moments = measure(
-        raw, pictures, images=IMAGES, seed=seed, run=run_directory(out, seed), progress=progress
-    )
+    images = Images(pictures, count=IMAGES, seed=seed)
+    moments = measure(raw, images, seed=seed, run=run_directory(out, seed), progress=progress)
     shift, spectral = (fit(moments, family=family) for family in ("shift", "spectral"))
     file = out / "demo.trueup.safetensors"
     spectral.save(file)
-    print(f"{show(spectral, plain=plain_output())}\n")
+    print(f"{as_text(spectral, plain=plain_output())}\n")
 
     rows: list[tuple[str, Denoiser, Calibration | None]] = [
         ("uncalibrated", raw, None),
@@ -61,18 +60,9 @@ def run(out: Path, *, seed: int = 0, device: str = "cpu", progress: bool | None 
         ("spectral", raw, spectral),
         ("EMA weights", ema, None),
     ]
-    ddim: Any = diffusers.DDIMScheduler(clip_sample=False)  # clipping hides what the weights do
+    ddim = diffusers.DDIMScheduler(clip_sample=False)  # clipping hides what the weights do
     drawn = {
-        name: sample(
-            net,
-            SAMPLES,
-            solver=ddim,
-            nfe=STEPS,
-            calibration=used,
-            seed=seed,
-            batch_size=32,
-            progress=progress,
-        )
+        name: sample(net, SAMPLES, solver=ddim, nfe=STEPS, calibration=used, seed=seed, progress=progress)
         for name, net, used in rows
     }
     data = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1

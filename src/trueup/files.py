@@ -13,14 +13,14 @@ import secrets
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
-from torch import Tensor
 
 from trueup.errors import ArtifactError, TrueupError
+
+if TYPE_CHECKING:  # the command line names files long before it needs torch
+    from torch import Tensor
 
 FORMAT = 3  # of all kinds; 1 and 2 were never released
 BUNDLED = Path(__file__).parent / "bundled"
@@ -60,6 +60,8 @@ def save_tensors(
     path: str | PathLike[str], kind: str, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
     """Write tensors and plain values as one file; what `load_tensors` would refuse is refused here."""
+    from safetensors.torch import save as to_bytes
+
     try:
         plain = json.loads(json.dumps(dict(meta), allow_nan=False, default=_plain))
         plain = {**_escaped(plain), "kind": kind, "format": FORMAT}
@@ -76,21 +78,20 @@ def save_tensors(
 def load_tensors(path: str | PathLike[str], kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The values and tensors of a file of ours; anything damaged, changed or unknown raises ArtifactError."""
     path = Path(path)
-    if path.is_dir():
-        raise ArtifactError(f"{path} is a directory, not a file")
     try:
+        if path.exists() and not path.is_file():  # reading a pipe or a device may never end
+            raise ArtifactError(f"{path} is a directory or a device, not a file")
         with safe_open(path, framework="pt") as file:
             raw = (file.metadata() or {}).get("trueup")
             if raw is None:
                 raise ArtifactError(f"{path} is not a file of trueup's")
             meta = json.loads(raw, parse_constant=_refuse_constant)
-            if not isinstance(meta, dict) or not isinstance(meta.get("format"), int):
+            found = meta.get("format") if isinstance(meta, dict) else None
+            if type(found) is not int or not 0 < found <= _LARGEST_NUMBER:
                 raise ArtifactError(f"{path} has unreadable metadata")
-            if meta["format"] != FORMAT:
-                other = "upgrade trueup" if meta["format"] > FORMAT else "make it again"
-                raise ArtifactError(
-                    f"{path} has format {meta['format']}, this trueup reads {FORMAT}: {other}"
-                )
+            if found != FORMAT:
+                other = "upgrade trueup" if found > FORMAT else "make it again"
+                raise ArtifactError(f"{path} has format {found}, this trueup reads {FORMAT}: {other}")
             if meta.get("kind") != kind:
                 raise ArtifactError(f"{path} holds {printable(str(meta.get('kind')))[:40]}, not {kind}")
             # Copies: what safe_open returns stays tied to the file, and changes or crashes with it.
@@ -109,6 +110,8 @@ def load_tensors(path: str | PathLike[str], kind: str) -> tuple[dict[str, Any], 
 
 
 def _checksum(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
+    import torch
+
     digest = hashlib.blake2b(json.dumps(meta, sort_keys=True).encode(), digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -120,7 +123,7 @@ def _checksum(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
 def _check_values(value: Any, name: str = "metadata", depth: int = 0) -> None:
     """Raise for anything in a file's JSON that no file of ours has."""
     if depth > _DEEPEST:
-        raise ArtifactError(f"{name} is nested too deeply")
+        raise ArtifactError(f"{printable(name)[:40]} is nested too deeply")
     if isinstance(value, dict):
         for key, part in value.items():
             _check_values(key, "a name in its metadata", depth + 1)
@@ -132,7 +135,7 @@ def _check_values(value: Any, name: str = "metadata", depth: int = 0) -> None:
         if len(value) > _LONGEST_TEXT or not value.isprintable():
             raise ArtifactError(f"{printable(name)[:40]} is a text that is too long or not printable")
     elif isinstance(value, (int, float)) and not abs(value) <= _LARGEST_NUMBER:
-        raise ArtifactError(f"{name} is {str(value)[:20]}, out of range")
+        raise ArtifactError(f"{printable(name)[:40]} is {str(value)[:20]}, out of range")
 
 
 def _escaped(value: Any) -> Any:
@@ -192,16 +195,20 @@ def _sync_directory(folder: Path) -> None:
 
 
 class Folder:
-    """A folder of ours, made if need be and held by this process alone until `release`."""
+    """A folder of ours, made if need be and held by this process alone until `release`.
 
-    def __init__(self, path: str | PathLike[str]):
+    clean: everything in it is ours, and what a killed process left half written is removed.
+    """
+
+    def __init__(self, path: str | PathLike[str], *, clean: bool = True):
         self.path = Path(path)
+        self._handle: int | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._handle: int | None = _lock(self.path)
+            self._handle = _lock(self.path)
         except OSError as error:
             raise TrueupError(f"cannot use {self.path}: {error.strerror or error}") from None
-        for leftover in self.path.glob(".*.tmp-*"):  # of a process that was killed
+        for leftover in self.path.glob(".*.tmp-*") if clean else ():
             leftover.unlink(missing_ok=True)
 
     def release(self) -> None:

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from trueup import __version__
-from trueup.typed import counts, labels, names, positive, positive_float, value_range
+from trueup.files import printable
+from trueup.solvers import NAMES
+from trueup.typed import (
+    counts,
+    did_you_mean,
+    labels,
+    picture,
+    positive,
+    positive_float,
+    share,
+    solver,
+    solvers,
+    value_range,
+)
 
 _OVERVIEW = """examples:
   trueup demo                                          see the point, on a model that comes with trueup
@@ -19,21 +34,21 @@ correction as one small file that trueup.attach puts on the model. `trueup COMMA
 _CALIBRATE = """examples:
   trueup calibrate bundled:raw --data bundled:images --images 100 -o raw.trueup.safetensors
   trueup calibrate bundled:ema --data bundled:images --family shift --json -o ema.trueup.safetensors
-  trueup calibrate bundled:raw --data bundled:images --sampler ddim --nfe 5,10 -o raw.trueup.safetensors
-  trueup calibrate bundled:raw --calibration raw.trueup.safetensors --sampler unipc --nfe 8 -o two.safetensors
+  trueup calibrate bundled:raw --data bundled:images --solver ddim --nfe 5,10 -o raw.trueup.safetensors
+  trueup calibrate bundled:raw --calibration raw.trueup.safetensors --solver unipc --nfe 8 -o two.safetensors
 
-Measures MODEL on images and writes its calibration; with --sampler also what keeps the states of that sampler
+Measures MODEL on images and writes its calibration; with --solver also what keeps the states of that sampler
 where they belong, which few steps need. Work is kept in a run directory after every batch: interrupted, the
 same command goes on from there, and with a larger --images it adds to what it has.
 """
 _CHECK = """examples:
   trueup check bundled:raw --data bundled:images
   trueup check bundled:ema --data bundled:images --images 50 --fail-above 0.01 --quiet
-  trueup check bundled:raw --data bundled:images --sampler dpm-solver-3 --nfe 10
+  trueup check bundled:raw --data bundled:images --solver dpm-solver-3 --nfe 10
 
 Says how miscalibrated MODEL is, and whether it is being used as it was trained: wrong range, BGR, another
 prediction type or schedule are named, with exit code 2. Writes nothing. Exits with 1 if --fail-above is
-surely exceeded. With --sampler: how far the states of that sampler drift from those of noised data, step by
+surely exceeded. With --solver: how far the states of that sampler drift from those of noised data, step by
 step and band by band.
 """
 _SAMPLE = """examples:
@@ -50,7 +65,8 @@ _EVALUATE = """examples:
 
 Samples MODEL with and without the calibration from the same seeds and compares both with the data: Fréchet
 distance and its relatives, precision and recall, colour drift, denoising loss on images the calibration has
-not seen; each with an interval, and plain words where the difference is within noise.
+not seen; each with an interval, and plain words where the difference is within noise. Most of the time goes
+into sampling, twice --samples times --nfe evaluations; --no-loss saves what the denoising loss takes.
 """
 _LIKELIHOOD = """examples:
   trueup likelihood bundled:raw --data bundled:images --calibration raw.trueup.safetensors
@@ -60,8 +76,8 @@ _LIKELIHOOD = """examples:
 Says how likely images are under MODEL, in bits per dimension, less is better; with a calibration also under
 the calibrated model, and the difference image by image. --bound: the variational bound, in continuous time or
 of a chain of --steps. --ode: by the probability flow. --dsm: the score matching objectives behind the bound.
-Images that made the calibration are passed over where the data begins with them. With -o, interrupted work
-goes on where it was (but for --dsm).
+Images that made the calibration are passed over. With -o, interrupted work goes on where it was (but for
+--dsm).
 """
 _INSPECT = """examples:
   trueup inspect raw.trueup.safetensors
@@ -77,18 +93,41 @@ and writes the calibration and one picture: uncalibrated, shift, spectral, and t
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Help that opens with examples, and errors of one line."""
+class _Formatter(argparse.HelpFormatter):
+    """Help whose names stay whole."""
 
-    def __init__(self, *args: Any, opening: str = "", **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Help that opens with examples, errors of one line, and guesses at what was meant."""
+
+    def __init__(self, *, opening: str, prog: str, **kwargs: Any):
+        super().__init__(prog, allow_abbrev=False, formatter_class=_Formatter, **kwargs)
         self.opening = opening
 
     def format_help(self) -> str:
         return f"{self.opening}\n{super().format_help()}"
 
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """What was typed; an unknown option is the command's error, and its help is pointed to."""
+        options, unknown = self.parse_known_args(arguments)
+        if unknown:
+            named = next((word for word in unknown if word.startswith("--")), "")
+            hint = did_you_mean(named.partition("=")[0], options.parser._option_string_actions)
+            options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return options
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Commands and choices pass here."""
+        if action.choices is not None and value not in action.choices:
+            known = list(map(str, action.choices))
+            hint = did_you_mean(str(value), known) or f" (choose from {', '.join(known)})"
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint}")
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(2, printable(f"{self.prog}: {message} (see {self.prog} --help)") + "\n")
 
 
 def parser() -> _Parser:
@@ -124,7 +163,7 @@ def parser() -> _Parser:
         "check", help="say how miscalibrated a model is; write nothing", opening=_CHECK
     )
     _add_data(check, images=100)
-    _add_sampler(check, "with --sampler: the drift with this calibration, instead of --data")
+    _add_sampler(check, "with --solver: the drift with this calibration, instead of --data")
     _add_model(check)
     _add_fit(check)
     check.add_argument(
@@ -133,13 +172,13 @@ def parser() -> _Parser:
         metavar="X",
         help="exit with 1 if calibrating would surely gain more than X bits/dim of the likelihood bound",
     )
-    check.add_argument("--figure", type=Path, metavar="FILE", help=_FIGURE)
+    check.add_argument("--figure", type=picture, metavar="FILE", help=_FIGURE)
     check.set_defaults(command="check", parser=check)
 
     sample = commands.add_parser("sample", help="draw samples, calibrated or not", opening=_SAMPLE)
     sample.add_argument("-n", "--samples", type=positive, default=64, metavar="N", help="default: 64")
     sample.add_argument("--calibration", type=Path, metavar="FILE", help="what `calibrate` wrote")
-    sample.add_argument("--solver", default="dpm-solver-3", metavar="NAME", help=_SOLVERS)
+    sample.add_argument("--solver", type=solver, default="dpm-solver-3", metavar="NAME", help=_DEFAULT)
     sample.add_argument("--nfe", type=positive, default=20, metavar="N", help=_NFE)
     _add_sampling(sample)
     _add_model(sample)
@@ -155,7 +194,7 @@ def parser() -> _Parser:
     evaluate.add_argument(
         "--calibration", type=Path, required=True, metavar="FILE", help="what `calibrate` wrote"
     )
-    evaluate.add_argument("--solver", type=names, default=["dpm-solver-3"], metavar="A,B,..", help=_SOLVERS)
+    evaluate.add_argument("--solver", type=solvers, default=["dpm-solver-3"], metavar="A,B,..", help=_DEFAULT)
     evaluate.add_argument("--nfe", type=counts, default=[20], metavar="N,M,..", help=_NFE)
     evaluate.add_argument("-n", "--samples", type=positive, default=1000, metavar="N", help="default: 1000")
     _add_data(evaluate, images=10000)
@@ -171,6 +210,9 @@ def parser() -> _Parser:
     )
     measures.add_argument("--reference", type=Path, metavar="FILE", help="instead of --data, saved before")
     measures.add_argument("--save-reference", type=Path, metavar="FILE", help="keep the data's statistics")
+    measures.add_argument(
+        "--no-loss", dest="loss", action="store_false", help="leave the denoising loss out, and save its time"
+    )
     _add_sampling(evaluate)
     _add_model(evaluate)
     evaluate.add_argument("-o", "--output", type=Path, metavar="FILE", help="write a comparison.json")
@@ -199,7 +241,7 @@ def parser() -> _Parser:
         "--uniform", action="store_true", help="draw levels evenly in time, not where the loss is"
     )
     ode = likelihood.add_argument_group("ode")
-    ode.add_argument("--tolerance", type=positive_float, metavar="X", help="of its steps (default: 1e-4)")
+    ode.add_argument("--tolerance", type=share, metavar="X", help="of its steps (default: 1e-4)")
     ode.add_argument(
         "--trace",
         choices=("rademacher", "gaussian", "exact"),
@@ -214,7 +256,6 @@ def parser() -> _Parser:
     _add_data(likelihood, images=None)
     _add_model(likelihood)
     likelihood.add_argument("--trust", action="store_true", help="even if the model seems to be used wrongly")
-    likelihood.add_argument("--guidance", type=float, default=1.0, help=argparse.SUPPRESS)
     likelihood.add_argument("-o", "--output", type=Path, metavar="FILE", help="write JSON, with every image")
     likelihood.add_argument("--force", action="store_true", help="replace FILE if it exists")
     likelihood.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: FILE.run)")
@@ -223,7 +264,7 @@ def parser() -> _Parser:
     inspect = commands.add_parser("inspect", help="print what a calibration file says", opening=_INSPECT)
     inspect.add_argument("file", metavar="FILE", help="a .trueup.safetensors file")
     inspect.add_argument("--json", action="store_true", help="JSON on standard output")
-    inspect.add_argument("--figure", type=Path, metavar="FILE", help=_FIGURE)
+    inspect.add_argument("--figure", type=picture, metavar="FILE", help=_FIGURE)
     inspect.set_defaults(command="inspect", parser=inspect, quiet=False)
 
     demo = commands.add_parser(
@@ -239,10 +280,8 @@ def parser() -> _Parser:
     return top
 
 
-_SOLVERS = (
-    "dpm-solver-1, -2, -3 (default), each also with -fixed or -adaptive; ddim, ddpm, pndm, dpm++2m, dpm++2s, "
-    "unipc, deis, euler, euler-a, heun, kdpm2, edm-euler, flow-euler; or the class of a diffusers scheduler"
-)
+_SOLVERS = f"{', '.join(NAMES)}, or the class of a diffusers scheduler"
+_DEFAULT = f"{_SOLVERS} (default: dpm-solver-3)"
 _FIGURE = "draw the size of the mean residual over time, the paper's figure 1 (.png, .svg or .pdf)"
 _NFE = "evaluations of the network per sample, at most (default: 20); adaptive solvers decide themselves"
 
@@ -257,7 +296,7 @@ def _add_data(parser: _Parser, images: int | None) -> Any:
         type=positive,
         default=images,
         metavar="N",
-        help=f"use the first N (default: {images or '200, or 32 with --ode'})",
+        help=f"use N, picked at random with --seed (default: {images or '200, or 32 with --ode'})",
     )
     data.add_argument(
         "--resize", choices=("shorter", "exact"), help="make images the model's size; else they must be"
@@ -283,11 +322,14 @@ def _add_model(parser: _Parser) -> None:
     )
     model.add_argument(
         "--prediction",
-        choices=("noise", "data", "velocity", "score", "flow"),
+        choices=("noise", "data", "velocity", "score", "flow", "reversed_flow"),
         help="what it predicts (default: what the scheduler says)",
     )
     model.add_argument(
         "--model-range", type=value_range, metavar="LOW,HIGH", help="what it was trained on (default: -1,1)"
+    )
+    model.add_argument(
+        "--vae", type=Path, metavar="DIR", help="a latent model's autoencoder (default: the one beside it)"
     )
     model.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     model.add_argument(
@@ -305,14 +347,11 @@ def _add_fit(parser: _Parser) -> None:
     fit = parser.add_argument_group("calibration")
     fit.add_argument("--family", choices=("spectral", "shift", "none"), default="spectral")
     fit.add_argument("--estimator", choices=("shrunk", "regressed", "paired", "plain"), default="shrunk")
-    fit.add_argument(
-        "--antithetic", action="store_true", help="run every image with its noise and its negative"
-    )
 
 
 def _add_sampler(parser: _Parser, calibration: str) -> None:
     sampler = parser.add_argument_group("sampler")
-    sampler.add_argument("--sampler", type=names, metavar="A,B,..", help=_SOLVERS.replace(" (default)", ""))
+    sampler.add_argument("--solver", type=solvers, metavar="A,B,..", help=_SOLVERS)
     sampler.add_argument("--nfe", type=counts, metavar="N,M,..", help="evaluations per sample (default: 20)")
     sampler.add_argument(
         "--trajectories", type=positive, metavar="N", help="samples to measure the sampler on (default: 128)"
@@ -339,9 +378,4 @@ def _add_sampling(parser: _Parser) -> None:
         "--trajectory",
         action=argparse.BooleanOptionalAction,
         help="insist on the calibration's trajectory, or leave it out (default: where it has one)",
-    )
-    sampling.add_argument("--atol", type=positive_float, metavar="X", help="of an adaptive DPM-Solver")
-    sampling.add_argument("--rtol", type=positive_float, metavar="X", help="of an adaptive DPM-Solver")
-    sampling.add_argument(
-        "--vae", type=Path, metavar="DIR", help="decodes latents (default: the one beside MODEL)"
     )

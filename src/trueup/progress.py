@@ -56,13 +56,12 @@ class Progress:
     def _line(self) -> str:
         elapsed = time.monotonic() - self.started
         rate = (self.done - self.first) / elapsed if elapsed > 0 else 0.0
-        text = f"{self.description}: {self.done:.0f}"
-        if self.total is not None:
-            text += f" of {self.total:.0f} {self.unit}s ({100 * self.done / self.total:.0f}%)"
-        text += f", {rate:.3g} {self.unit}/s"
-        if self.total is not None and rate > 0:
-            text += f", {_clock((self.total - self.done) / rate)} left"
-        return text
+        text, speed = f"{self.description}: {self.done:.0f}", f"{rate:.3g} {self.unit}/s"
+        if not self.total:
+            return f"{text} {self.unit}s, {speed}"
+        left = f", {_clock((self.total - self.done) / rate)} left" if rate > 0 else ""
+        percent = 100 * self.done / self.total
+        return f"{text} of {self.total:.0f} {self.unit}s ({percent:.0f}%), {speed}{left}"
 
     def __exit__(self, *_: object) -> None:
         if self.bar is not None:

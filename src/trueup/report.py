@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
-from trueup.calibration import Calibration, percent
+import torch
+
+from trueup.calibration import Calibration
+from trueup.calibration.calibration import percent
+from trueup.statistics import Number
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _HEIGHT = 5
 _COLUMN = 2
 
 
-def show(calibration: Calibration, *, plain: bool = False) -> str:
+def as_text(calibration: Calibration, *, plain: bool = False) -> str:
     """Table, chart and verdict."""
     table, verdict = calibration.summary().rsplit("\nverdict:", 1)
     text = f"{table}\n\n{chart(calibration, plain=plain)}\n\nverdict:{verdict}"
@@ -30,11 +33,8 @@ def chart(calibration: Calibration, *, plain: bool = False) -> str:
 
     plain: only ASCII characters.
     """
-    evidence = calibration.evidence
-    shares = [
-        max(0.0, gain / loss) if loss > 0 and math.isfinite(gain) else 0.0
-        for gain, loss in zip(evidence.gain.tolist(), evidence.loss.tolist(), strict=True)
-    ]
+    gain, loss = calibration.evidence.gain.value, calibration.evidence.loss.value
+    shares = torch.where(loss > 0, gain / loss, 0.0).nan_to_num(0.0).clamp_min(0.0).tolist()
     top = max(shares)
     if top <= 0:
         return "no noise level has a part of its loss that a correction surely removes"
@@ -60,20 +60,11 @@ def chart(calibration: Calibration, *, plain: bool = False) -> str:
 
 def as_json(calibration: Calibration) -> dict[str, Any]:
     """Everything `summary` says, as plain values; what is unknown is null."""
-    e, z = calibration.evidence, calibration.evidence.quantile
-    nats, error = e.bound_gain
+    e = calibration.evidence
+    times, lams = calibration.t.tolist(), calibration.correction.lam.tolist()
     levels = [
-        {
-            "t": t,
-            "lam": lam,
-            **{
-                name: _number(float(getattr(e, name)[row]))
-                for name in ("loss", "loss_se", "eta2", "eta2_low", "eta2_high", "gain", "gain_se")
-            },
-        }
-        for row, (t, lam) in enumerate(
-            zip(calibration.t.tolist(), calibration.correction.lam.tolist(), strict=True)
-        )
+        {"t": t, "lam": lam, **{name: getattr(e, name)[row].as_json() for name in ("loss", "eta2", "gain")}}
+        for row, (t, lam) in enumerate(zip(times, lams, strict=True))
     ]
     return {
         "verdict": calibration.verdict(),
@@ -83,14 +74,10 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         "images": e.images,
         "shape": list(calibration.shape),
         "bound_gain": {
-            unit: {
-                "value": _number(scale * nats),
-                "low": _number(scale * (nats - z * error)),
-                "high": _number(scale * (nats + z * error)),
-            }
-            for unit, scale in (("nats", 1.0), ("bits_per_dim", e.bits_per_dim(1.0)))
+            "nats": e.bound_gain.as_json(),
+            "bits_per_dim": e.bound_gain.scaled(e.bits_per_dim(1.0)).as_json(),
         },
-        "share_of_loss_removed": _number(calibration.explained()),
+        "share_of_loss_removed": Number(calibration.explained()).as_json()["value"],
         "uncalibration": {
             "bits_per_dim": calibration.uncalibration.as_json(),
             "share_of_loss": calibration.uncalibration_share.as_json(),
@@ -101,7 +88,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         "process": calibration.process.kind,
         "weights": calibration.provenance.get("weights"),
         "seed": calibration.provenance.get("seed"),
-        "data_fingerprint": calibration.data_fingerprint,
+        "data_images": calibration.data_images,
         "generated": calibration.generated,
         "trajectories": [
             {
@@ -114,7 +101,3 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
             for made in calibration.trajectories
         ],
     }
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
@@ -35,9 +36,9 @@ class Number:
     influence: Tensor | None = None
 
     @classmethod
-    def of(cls, value: Any, error: Any, folds: float) -> Number:
+    def of(cls, value: Any, error: Any, folds: Any) -> Number:
         """With Student's interval, from an error that `folds` folds (or images) showed."""
-        reach = student_quantile(0.975, max(int(folds) - 1, 1)) * error
+        reach = _each(lambda count: student_quantile(0.975, max(count - 1, 1)), folds) * error
         return cls(value, error, value - reach, value + reach)
 
     @classmethod
@@ -182,38 +183,44 @@ def threshold(sigmas: float, folds: int) -> float:
     return student_quantile(0.5 * (1 + math.erf(sigmas / math.sqrt(2))), max(folds - 1, 1))
 
 
-def mean_and_error(sums: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean per row and its standard error, from sums (F, ...) over folds of rows (F,) or (F, ...)."""
-    folds = len(rows)
+def mean_and_error(sums: Tensor, rows: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Mean per row and its standard error, from sums (F, ...) over folds of rows (F,) or (F, ...).
+
+    Folds may differ in size, and be empty. With `weights` (L,), the weighted sum of the means of sums (F, L).
+    """
     weight = rows.reshape(*rows.shape, *[1] * (sums.dim() - rows.dim()))
     total = weight.sum(0)
-    mean = sums.sum(0) / total
-    if folds < 2:
-        return mean, torch.full_like(mean, math.nan)
-    squares = (sums - weight * mean).square().sum(0)
-    return mean, (squares * folds / (folds - 1)).sqrt() / total
+    mean, share = sums.sum(0) / total, weight / total
+    deviation = sums / total - share * mean
+    if weights is not None:
+        mean, deviation, share = mean @ weights, deviation @ weights, share.expand_as(sums).mean(1)
+    lost = share.square().sum(0)  # of the scatter, to the mean that was fitted; 1/F for equal folds
+    error = (deviation.square().sum(0) / (1 - lost).clamp_min(1e-300)).sqrt()
+    return mean, torch.where(lost < 1, error, math.nan)
 
 
 def squared_norm(gram: Tensor, rows: Tensor) -> Number:
     """Unbiased |eta|^2 from the inner products of fold sums, with an interval; equations 24 and 25.
 
-    gram (..., F, F) holds s_f . s_g for fold sums s_f of rows (..., F) samples. Only products of different
-    folds are used, so the noise in eta does not add to its size; the estimate may come out below zero.
+    gram (..., F, F) holds s_f . s_g for fold sums s_f of rows (..., F) samples; folds may be empty. Only
+    products of different folds are used, so the noise in eta does not add to its size; the estimate may come
+    out below zero.
     """
-    folds = rows.shape[-1]
-    off = ~torch.eye(folds, dtype=torch.bool)
-    if folds < 4:
-        nothing = gram.new_full(gram.shape[:-2], math.nan)
-        return Number(nothing, nothing, nothing, nothing)
-    pairs = rows[..., :, None] * rows[..., None, :]
+    present = (rows > 0).expand(gram.shape[:-1])
+    folds = present.sum(-1).to(gram)  # (...)
+    off = present[..., :, None] & present[..., None, :] & ~torch.eye(gram.shape[-1], dtype=torch.bool)
+    pairs = torch.where(off, rows[..., :, None] * rows[..., None, :], torch.ones_like(gram))
     value = (gram * off).sum((-2, -1)) / (pairs * off).sum((-2, -1))
     h = gram / pairs * off
     row = h.sum(-1)
-    z = student_quantile(0.975, folds - 1)
-    centred = h - (row[..., :, None] + row[..., None, :]) / (folds - 2)
-    centred = (centred + row.sum(-1)[..., None, None] / ((folds - 1) * (folds - 2))) * off
+    z = _each(lambda count: student_quantile(0.975, max(count - 1, 1)), folds)
+    known, folds = folds >= 4, folds.clamp_min(4)
+    wide = folds[..., None, None]
+    centred = h - (row[..., :, None] + row[..., None, :]) / (wide - 2)
+    centred = (centred + row.sum(-1)[..., None, None] / ((wide - 1) * (wide - 2))) * off
     noise = centred.square().sum((-2, -1)) / (folds * (folds - 3))  # tr(Sigma^2) of a fold mean
-    spread = (row / (folds - 1)).var(-1) * ((folds - 1) / (folds - 2)) ** 2
+    scatter = (row - row.sum(-1, keepdim=True) / folds[..., None]) * present
+    spread = scatter.square().sum(-1) / (folds - 1) / (folds - 2) ** 2
     signal = (spread - noise / (folds - 2)).clamp_min(0.0)  # eta' Sigma eta of a fold mean
     floor = 2 * noise / (folds * (folds - 1))
     # The variance grows with |eta|^2 itself, so the interval solves for the sizes that would not be surprised
@@ -221,7 +228,16 @@ def squared_norm(gram: Tensor, rows: Tensor) -> Number:
     slope = signal / folds / torch.maximum(value, floor.sqrt()).clamp_min(1e-300)
     middle = value + 2 * z**2 * slope
     reach = (middle.square() - value.square() + z**2 * floor).clamp_min(0.0).sqrt()
-    return Number(value, (4 * signal / folds + floor).sqrt(), middle - reach, middle + reach)
+    parts = (value, (4 * signal / folds + floor).sqrt(), middle - reach, middle + reach)
+    return Number(*(torch.where(known, part, math.nan) for part in parts))
+
+
+def _each(function: Callable[[int], float], counts: Any) -> Any:
+    """A function of a whole number, of one or of each of a tensor of them."""
+    if not isinstance(counts, Tensor):
+        return function(int(counts))
+    values = [function(int(count)) for count in counts.flatten().tolist()]
+    return torch.tensor(values, dtype=torch.float64).reshape(counts.shape)
 
 
 def trapezoid_weights(x: Tensor) -> Tensor:

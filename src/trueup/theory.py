@@ -19,7 +19,7 @@ from trueup.density.flow import with_divergence
 from trueup.errors import TrueupError
 from trueup.hf import as_denoiser
 from trueup.noise import normals
-from trueup.number import Number
+from trueup.statistics import Number
 from trueup.process import NoiseProcess
 from trueup.sampling.network import takes_whole_times_only
 

@@ -3,6 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from trueup.errors import TrueupError
+from trueup.solvers import NAMES, check_name
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint at the nearest name there is, or nothing.
+
+    >>> did_you_mean("calibrat", ["calibrate", "check"])
+    ', did you mean calibrate?'
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {near[0]}?" if near else ""
+
+
+def solver(text: str) -> str:
+    """The name of a solver, or the class of a diffusers scheduler."""
+    sampling = sys.modules.get("trueup.sampling")  # somebody may have registered one there
+    try:
+        check_name(text, NAMES if sampling is None else sampling.solver_names())
+    except TrueupError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def solvers(text: str) -> list[str]:
+    """Solvers: a,b,.."""
+    names = [solver(part.strip()) for part in text.split(",") if part.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names no solver")
+    return names
 
 
 def labels(text: str) -> list[int]:
@@ -16,14 +51,6 @@ def labels(text: str) -> list[int]:
     if not labels:
         raise argparse.ArgumentTypeError(f"{text!r} is an empty list of labels")
     return labels
-
-
-def names(text: str) -> list[str]:
-    """Solvers: a,b,.."""
-    names = [part.strip() for part in text.split(",") if part.strip()]
-    if not names:
-        raise argparse.ArgumentTypeError(f"{text!r} names no solver")
-    return names
 
 
 def counts(text: str) -> list[int]:
@@ -50,6 +77,14 @@ def positive_float(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    """A number between 0 and 1, without the ends."""
+    value = positive_float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
+    return value
+
+
 def value_range(text: str) -> tuple[float, float]:
     """LOW,HIGH."""
     try:
@@ -59,3 +94,11 @@ def value_range(text: str) -> tuple[float, float]:
     if not -float("inf") < low < high < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r}: LOW must be below HIGH")
     return low, high
+
+
+def picture(text: str) -> Path:
+    """A file that a figure can be drawn to."""
+    path = Path(text)
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in .png, .svg or .pdf")
+    return path

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
+import re
 from typing import Any
 
 import torch
@@ -17,14 +16,17 @@ from trueup.calibration.evidence import Evidence
 from trueup.calibration.stored import (
     LARGEST,
     Bounds,
+    check_intervals,
     check_tensors,
     kept_bands,
     nonzero_bands,
+    numbers,
     pack,
     unpack,
     whole,
+    word,
 )
-from trueup.calibration.trajectory import find
+from trueup.calibration.trajectory import digest_of, find
 from trueup.denoiser import Binding
 from trueup.errors import ArtifactError, TrueupError
 from trueup.files import line
@@ -50,6 +52,7 @@ def pack_calibration(calibration: Any) -> tuple[dict[str, Any], dict[str, Tensor
         "b": correction.b[..., bands.coefficients(kept)].float(),
         "a": correction.a.float(),
         "d": correction.d.float(),
+        "support": correction.support.float(),
         "scale": evidence.scale.float(),
         "shift_se": evidence.shift_se,
         "data_mean": calibration.data_mean.float(),
@@ -96,10 +99,7 @@ def identity_of(correction: Correction, provenance: dict[str, Any]) -> str:
     """A short hash of what a calibration does, the same for one and for what was loaded from its file."""
     names = ("process", "parametrization", "binding")
     settings = [*(provenance.get(name) for name in names), correction.bands.edges, correction.bands.spatial]
-    digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8)
-    for part in (correction.lam, correction.b, correction.a, correction.d):
-        digest.update(part.to(torch.float32).contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    return digest_of(settings, (correction.lam, correction.b, correction.a, correction.d, correction.support))
 
 
 def _fields(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -111,27 +111,18 @@ def _fields(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     check_tensors({"data_mean": tensors["data_mean"]}, {"data_mean": _map(channels, size)})
     if not 1 <= levels <= 10_000 or levels * channels * size * 8 > LARGEST:
         raise ArtifactError(f"{levels} levels of samples of shape {shape} make no sense")
-    edges = meta["band_edges"]
-    if not isinstance(edges, list) or not 1 <= len(edges) <= 1000:
-        raise ArtifactError("its band edges make no sense")
-    bands = Bands(shape[1:], edges)
+    bands = Bands(shape[1:], numbers(meta, "band_edges", 0.0, 1e9, most=1000))
     coefficients = bands.coefficients(kept_bands(meta, bands))
     by_trajectory = {name: tensor for name, tensor in tensors.items() if name.startswith("trajectory.")}
     check_tensors(
         {name: tensor for name, tensor in tensors.items() if name not in by_trajectory},
         _bounds(levels, channels, size, bands.count, len(coefficients), tensors["data_digests"].numel()),
     )
-    process = from_settings(provenance["process"])
-    Parametrization(**provenance["parametrization"])
-    if provenance.get("binding") is not None:
-        Binding.from_settings(provenance["binding"])
-    if not all(
-        isinstance(provenance.get(name, {}) or {}, dict) for name in ("weights", "generated", "transform")
-    ):
-        raise ArtifactError("its provenance makes no sense")
-    if not isinstance(provenance.get("model", ""), str):
-        raise ArtifactError("the model's name makes no sense")
-    lam = tensors["lam"]
+    check_intervals({name: [tensors[f"{name}.{part}"] for part in ("low", "high")] for name in _BY_LEVEL})
+    _check_provenance(provenance)
+    process, lam = from_settings(provenance["process"]), tensors["lam"]
+    if process.integer_times and not process.t_max - process.t_min <= 1e5:
+        raise ArtifactError(f"its noise process has {process.t_max:g} timesteps")
     if levels > 1 and not ((t.diff() > 0).all() and (lam.diff() < 0).all()):
         raise ArtifactError("its noise levels are out of order")
     if not torch.allclose(process.lam(t), lam, rtol=1e-6, atol=1e-6):
@@ -140,41 +131,42 @@ def _fields(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     b[..., coefficients] = tensors["b"].double()
     mean = tensors["data_mean"].double()
     entries = meta["trajectories"]
-    if not isinstance(entries, list) or {name.split(".")[1] for name in by_trajectory} != {
-        str(i) for i in range(len(entries))
-    }:
+    if not isinstance(entries, list) or len(entries) > 1000 or not all(isinstance(e, dict) for e in entries):
+        raise ArtifactError("its list of trajectories makes no sense")
+    if {name.split(".")[1] for name in by_trajectory} != {str(i) for i in range(len(entries))}:
         raise ArtifactError("its trajectories are not those it lists")
     trajectories = tuple(
         unpack(entry, by_trajectory, f"trajectory.{i}", bands, mean) for i, entry in enumerate(entries)
     )
     if any(find(trajectories[:i], made.sampler) for i, made in enumerate(trajectories)):
         raise ArtifactError("two of its trajectories are for one sampler")
-    correction = Correction(lam, b, tensors["a"].double(), tensors["d"].double(), bands)
+    parts = (tensors[name].double() for name in ("a", "d"))
+    correction = Correction(lam, b, *parts, bands, tensors["support"].double())
     if identity_of(correction, provenance) != meta.get("identity"):
         raise ArtifactError("its correction is not the one that was saved")
-    return dict(  # noqa: C408 (reads as the call it becomes)
-        correction=correction,
-        t=t,
-        shape=shape,
-        evidence=Evidence(
+    return {
+        "correction": correction,
+        "t": t,
+        "shape": shape,
+        "evidence": Evidence(
             images=whole(meta, "images", 1, 2**40),
             folds=whole(meta, "folds", 1, 1024),
             dimensions=channels * size,
             scale=tensors["scale"].double(),
             shift_se=tensors["shift_se"],
             **{n: Number(*(tensors[f"{n}.{part}"] for part in _PARTS)) for n in _BY_LEVEL},
-            **{n: Number(*_floats(meta[n], n)) for n in _TOTALS},
+            **{n: _total(meta, n) for n in _TOTALS},
         ),
-        family=_word(meta, "family"),
-        estimator=_word(meta, "estimator"),
-        data_mean=mean,
-        data_variance=tensors["data_variance"].double(),
-        data_variance_se=tensors["data_variance_se"].double(),
-        data_images=whole(meta, "data_images", 1, 2**40),
-        data_digests=tensors["data_digests"],
-        provenance=provenance,
-        trajectories=trajectories,
-    )
+        "family": word(meta, "family"),
+        "estimator": word(meta, "estimator"),
+        "data_mean": mean,
+        "data_variance": tensors["data_variance"].double(),
+        "data_variance_se": tensors["data_variance_se"].double(),
+        "data_images": whole(meta, "data_images", 1, 2**40),
+        "data_digests": tensors["data_digests"],
+        "provenance": provenance,
+        "trajectories": trajectories,
+    }
 
 
 def _map(channels: int, size: int) -> Bounds:
@@ -191,7 +183,7 @@ def _bounds(
             (levels,),
             0.0 if part == "error" or (name, part) == ("loss", "value") else -1e12,
             1e12,
-            unknown=True,
+            unknown=(name, part) != ("loss", "value"),
         )
         for name in _BY_LEVEL
         for part in _PARTS
@@ -202,6 +194,7 @@ def _bounds(
         "b": Bounds((levels, channels, coefficients), -1e6, 1e6, single),
         "a": Bounds((levels, channels, bands), -100.0, 100.0, single),
         "d": Bounds((levels, channels, bands), -100.0, 100.0, single),
+        "support": Bounds((max(levels - 1, 0), bands), 0.0, 1.0, single),
         "scale": Bounds((levels, bands), 0.0, 1.0, single),
         "shift_se": Bounds((levels,), 0.0, 1e12, unknown=True),
         "data_mean": _map(channels, size),
@@ -212,19 +205,47 @@ def _bounds(
     }
 
 
-def _word(meta: dict[str, Any], name: str) -> str:
-    value = meta[name]
-    if not isinstance(value, str) or not 1 <= len(value) <= 40:
-        raise ArtifactError(f"{name} is {str(value)[:20]!r}")
-    return value
+def _check_provenance(provenance: dict[str, Any]) -> None:
+    """Raise for what attaching, inspecting or measuring again could not use."""
+    Parametrization(**provenance["parametrization"])
+    maps = {name: provenance.get(name) or {} for name in ("weights", "generated", "transform")}
+    for name, found in maps.items():
+        if not isinstance(found, dict):
+            raise ArtifactError(f"{name} of its provenance makes no sense")
+    if not all(
+        isinstance(found, str) and re.fullmatch("[0-9a-f]+", found) for found in maps["weights"].values()
+    ):
+        raise ArtifactError("its fingerprint of the weights makes no sense")
+    if not isinstance(provenance.get("model", ""), str):
+        raise ArtifactError("the model's name makes no sense")
+    if provenance.get("data_range") is not None:
+        low, high = numbers(provenance, "data_range", -1e9, 1e9, most=2)
+        if not low < high:
+            raise ArtifactError("data_range makes no sense")
+    if provenance.get("binding") is not None:
+        binding = provenance["binding"]
+        numbers({"scale": [binding["scale"]]}, "scale", -1e9, 1e9)
+        numbers({"offset": [binding["offset"]]}, "offset", -1e9, 1e9)
+        for name in ("x", "t", "y"):
+            place = binding[name]
+            if place is None and name == "y":
+                continue
+            position, called = place["position"], place["name"]
+            by_position = type(position) is int and 0 <= position < 1000
+            by_name = isinstance(called, str) and called.isidentifier()
+            if not (by_position or (by_name and position is None)) or not (by_name or called is None):
+                raise ArtifactError(f"the place of {name} in the network's call makes no sense")
+        if not Binding.from_settings(binding).scale:
+            raise ArtifactError("the scale of the network's time is 0")
 
 
 def _json_float(value: float) -> float | None:
     return None if math.isnan(value) else float(value)
 
 
-def _floats(values: Any, name: str) -> list[float]:
-    plain = isinstance(values, list) and all(v is None or isinstance(v, (int, float)) for v in values)
-    if not plain or len(values) != len(_PARTS) or (values[1] or 0.0) < 0:
-        raise ArtifactError(f"{name} makes no sense")
-    return [math.nan if v is None else float(v) for v in values]
+def _total(meta: dict[str, Any], name: str) -> Number:
+    known = [math.nan if v is None else v for v in meta[name]]
+    value, error, low, high = numbers({name: known}, name, -1e12, 1e12, most=4, unknown=True)
+    if error < 0 or low > high:
+        raise ArtifactError(f"{name} has an impossible error")
+    return Number(value, error, low, high)

@@ -74,7 +74,7 @@ class Attachment:
         self._target, self._denoiser = _target(model)
         if not force:
             _check_model(model, self._target, self._denoiser, calibration)
-        binding = _binding(calibration, self._target, self._denoiser)
+        binding = _binding(calibration, self._target, self._denoiser, force)
         with torch.inference_mode(False):
             self._hook = CorrectOutput(calibration, binding)
         self._trajectory: Trajectory | None = None  # of the call in progress
@@ -96,25 +96,31 @@ class Attachment:
             return
         weight = next(self._target.parameters(), None)
         if weight is not None and weight.device.type != "meta":
-            self._hook.prepare(weight.device)
-        self._target.register_forward_hook(self._hook, with_kwargs=True)
+            self._hook.prepare(weight.device, weight.dtype)
+        try:
+            self._target.register_forward_hook(self._hook, with_kwargs=True)
+        except RuntimeError:  # torch.jit.script's do not
+            raise AttachError(
+                "this network takes no forward hooks: attach to the module it was scripted from, or "
+                "calibrate and attach to trueup.Denoiser(lambda x_t, t: network(x_t, t), ...)"
+            ) from None
         _compile_again()
 
     def remove(self) -> None:
         """Take it off; the model's outputs are again exactly what they were. Doing it twice is harmless."""
         if self._denoiser is not None and self._denoiser.correction is self._hook:
             self._denoiser.correction = None
-        elif _take_off(self._target, self._hook):
-            _compile_again()
+        else:
+            _take_off(self._target, self._hook)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """On, but without effect: for handing control to somebody else for a while."""
-        self._hook.enabled = False
+        was, self._hook.enabled = self._hook.enabled, False
         try:
             yield
         finally:
-            self._hook.enabled = True
+            self._hook.enabled = was
 
     def __enter__(self) -> Attachment:
         if not self.active:
@@ -167,15 +173,15 @@ def _take_off(network: Any, only: CorrectOutput | None) -> bool:
     for key in found:
         del hooks[key]
         network._forward_hooks_with_kwargs.pop(key, None)
+    if found:
+        _compile_again()
     return bool(found)
 
 
 def _compile_again() -> None:
     """Forget compiled code: it does not look whether hooks came or went, and would go on as before."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    if dynamo is None or not dynamo.counters["stats"].get("unique_graphs"):
-        return
-    torch.compiler.reset()
+    if "torch._dynamo" in sys.modules:  # else nothing was ever compiled
+        torch.compiler.reset()
 
 
 def _target(model: Any) -> tuple[Any, Denoiser | None]:
@@ -192,15 +198,27 @@ def _target(model: Any) -> tuple[Any, Denoiser | None]:
     )
 
 
-def _binding(calibration: Calibration, target: Any, denoiser: Denoiser | None) -> Binding | None:
+def _binding(calibration: Calibration, target: Any, denoiser: Denoiser | None, force: bool) -> Binding | None:
     """Where the network's call holds x_t and t, as was found when it was measured."""
     settings = calibration.provenance.get("binding")
     if settings is not None and isinstance(target, nn.Module):
-        return Binding.from_settings(settings)
+        made = Binding.from_settings(settings)
+        # Finding it takes labels that nobody has here, if the network is conditional.
+        if denoiser is not None and not denoiser.conditional and not force:
+            found = denoiser.binding()
+            if found is None or any(
+                getattr(found, part) != getattr(made, part) for part in ("x", "t", "scale", "offset")
+            ):
+                raise MismatchError(
+                    "this Denoiser calls its network otherwise than the one that was calibrated did",
+                    "give it the same `call`, recalibrate, or pass {} if you know they agree",
+                    _FORCE,
+                )
+        return made
     if denoiser is None:
         raise MismatchError(
-            "this network was calibrated through a Denoiser whose `call` does more than pass x_t and t on, so "
-            "that they cannot be read from the network's own call: attach to that Denoiser"
+            "this network was calibrated through a Denoiser whose `call` does more than pass x_t and t on, "
+            "so that they cannot be read from the network's own call: attach to that Denoiser"
         )
     return None
 
@@ -220,6 +238,10 @@ def _check_model(model: Any, target: Any, denoiser: Denoiser | None, calibration
             _FORCE,
         )
     if denoiser is not None:
+        if denoiser.shape != calibration.shape:
+            raise MismatchError(
+                f"this calibration was made for samples of shape {calibration.shape}, not {denoiser.shape}"
+            )
         process, parametrization = denoiser.process, denoiser.parametrization
     elif is_pipeline(model) and model.scheduler is not None:
         process, parametrization = schedule(config_of(model.scheduler))

@@ -121,31 +121,35 @@ class Calibration:
         return Number.of(share, math.hypot(e.bound_gain.error / loss, share * relative), e.folds)
 
     def verdict(self) -> str:
-        """What to make of it, in one or two sentences; of the loss alone: samples are `evaluate`'s business."""
-        e = self.evidence
+        """What to make of it, in one or two sentences."""
+        e, bits = self.evidence, self.uncalibration
         if self.family == "none":
             return "the network is left as it is."
         if not self._confirmable:
-            count = f"{e.images} image{'s' * (e.images > 1)}"
-            return f"{count} cannot confirm a correction: use {FEWEST_IMAGES} or more."
+            return f"{_count(e.images, 'image')} cannot confirm a correction: use {FEWEST_IMAGES} or more."
         if self.empty:
             return "calibrated within noise: nothing to do."
         removed = 100 * self.explained()
-        if math.isnan(e.bound_gain.value):
+        if math.isnan(bits.value):
+            at_level = e.gain[0]
+            if at_level.sign < 0:
+                return f"WORSE: this correction adds {-removed:.2g}% to the loss measured; do not attach it."
+            if not at_level.sign:
+                return f"no sure gain: the loss measured falls by {removed:.2g}%, within noise."
             return f"miscalibrated: correcting it removes {removed:.2g}% of the loss at the level measured."
-        bits = e.bound_gain.scaled(e.bits_per_dim(1.0))
         gain = f"{bits.value:.2g} ± {bits.reach:.1g} bits/dim"
         if bits.sign < 0:
-            return f"WORSE with this correction: the likelihood bound falls by {gain.lstrip('-')}. Do not use it."
-        if bits.sign == 0:
+            return f"WORSE: this correction changes the likelihood bound by {gain}; do not attach it."
+        if not bits.sign:
             return f"no sure gain: the likelihood bound moves by {gain}, within noise."
         if removed < 1e-6:
             return "off by rounding alone: nothing to do."
         if removed < 0.01:
             return f"off by a measurable but negligible amount: correcting it gains {gain}."
         return (
-            f"miscalibrated: correcting it removes at least {removed:.2g}% of the score matching loss and raises "
-            f"the likelihood bound by {gain}. What that does to samples, `trueup evaluate` says."
+            f"miscalibrated: correcting it lowers the denoising loss, by at least {removed:.2g}% of the "
+            f"score matching loss, and raises the likelihood bound by {gain}. Whether samples get better is "
+            "for `trueup evaluate` to say."
         )
 
     def summary(self) -> str:
@@ -159,20 +163,21 @@ class Calibration:
             " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)),
         ]
         for row in range(len(self.t)):
-            loss, eta2, gain = e.loss[row].value, e.eta2[row], e.gain[row]
+            loss, gain = float(e.loss.value[row]), e.gain[row]
+            share = gain.value / loss if loss else math.nan
             lines.append(
                 f"{float(self.t[row]):9.4g} {float(self.correction.lam[row]):7.2f} {loss:10.4g} "
-                f"{_range(eta2):>24} {_pm(gain):>18} {percent(gain.value / loss if loss else math.nan):>8}"
+                f"{_range(e.eta2[row]):>24} {_pm(gain):>18} {percent(share):>8}"
             )
-        bits, share = self.uncalibration, self.uncalibration_share.scaled(100)
+        bits, share_of_loss = self.uncalibration, self.uncalibration_share.scaled(100)
         lines += [
             "",
             "loss: E|eps_hat - eps|^2 summed over a sample; intervals and ± are 95%",
             f"gain of the likelihood bound: {_pm(e.bound_gain)} nats",
             "uncalibration score: unknown"
             if math.isnan(bits.value)
-            else f"uncalibration score: {_pm(bits)} bits/dim of the bound, at least {_pm(share)}% of the score "
-            "matching loss",
+            else f"uncalibration score: {_pm(bits)} bits/dim of the bound, at least "
+            f"{_pm(share_of_loss)}% of the score matching loss",
         ]
         if self.generated:
             lines.append("measured on the model's own samples: errors that these share with it do not show")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from trueup.bands import Bands
+
+LEVEL_SPACING = 0.4  # in lam, between levels; docs/results.md shows what interpolating over it costs
 
 
 @dataclass(eq=False, repr=False)
@@ -19,6 +21,7 @@ class Correction:
     a: Tensor  # (L, C, bands)
     d: Tensor  # (L, C, bands)
     bands: Bands
+    support: Tensor | None = None  # (L - 1, bands) in [0, 1], how far neighbours agree; None: wholly
 
     @property
     def empty(self) -> bool:
@@ -28,9 +31,7 @@ class Correction:
     def scaled(self, scale: Tensor) -> Correction:
         """Scaled per level and band, scale (L, bands)."""
         wide = scale[:, None, :]
-        return Correction(
-            self.lam, self.b * self.bands.spread(wide), self.a * wide, self.d * wide, self.bands
-        )
+        return replace(self, b=self.b * self.bands.spread(wide), a=self.a * wide, d=self.d * wide)
 
     def _grid(self, x: Tensor) -> Tensor:
         return x.reshape(*x.shape[:-1], *self.bands.spatial)
@@ -39,21 +40,64 @@ class Correction:
         """The constant part as images, (L, C, *spatial)."""
         return self.bands.idct(self._grid(self.b))
 
+    def refined(self) -> Correction:
+        """What it is at every lam: levels between which it is linear, beyond which it is zero; equation 27.
+
+        At a measured level it is whole. Halfway between two it is their mean times `support`, what both of
+        them say. And it is whole up to LEVEL_SPACING from the nearest measured level, gone at twice that.
+        """
+        lam, weights = refinement(self.lam)  # (R,), (R, L)
+        kept = torch.ones(len(lam), self.bands.count, dtype=torch.float64)  # (R, bands)
+        if self.support is not None and len(self.lam) > 1:
+            # 0 at a level and 1 halfway to the next: how much of `support` a point is subject to.
+            halfway = 2 * torch.minimum(weights[:, :-1], weights[:, 1:])  # (R, L - 1)
+            kept = kept - halfway @ (1 - self.support)
+        distance = (lam[:, None] - self.lam).abs().amin(1)
+        kept = kept * (2 - distance / LEVEL_SPACING).clamp(0.0, 1.0)[:, None]
+        parts = (torch.einsum("rl,l...->r...", weights, part) for part in (self.b, self.a, self.d))
+        return Correction(lam, *parts, self.bands).scaled(kept)
+
+    def at(self, lam: Tensor) -> Correction:
+        """What it is at each of falling lam (B,), as levels of their own."""
+        fine = self.refined()
+        weights = interpolation_weights(fine.lam, lam).to(self.b)  # (B, R)
+        parts = (torch.einsum("nl,l...->n...", weights, part) for part in (fine.b, fine.a, fine.d))
+        return Correction(lam, *parts, self.bands)
+
     def apply(self, eps_hat: Tensor, u: Tensor, lam: Tensor) -> Tensor:
         """The corrected noise prediction, one lam per row: the definition, written for reading and testing.
 
         `attach` runs the same thing fused and in the network's own space.
         """
-        weights = interpolation_weights(self.lam, lam).to(self.b)  # (B, L)
-        b, a, d = (torch.einsum("nl,l...->n...", weights, part) for part in (self.b, self.a, self.d))
-        wide = [self._grid(self.bands.spread(part)) for part in (a, d)]
+        here = self.at(lam)
+        wide = [self._grid(self.bands.spread(part)) for part in (here.a, here.d)]
         z, x = (self.bands.dct(v.to(self.b)) for v in (eps_hat, u))
-        delta = self._grid(b) + wide[0] * z + wide[1] * x
+        delta = self._grid(here.b) + wide[0] * z + wide[1] * x
         return eps_hat - self.bands.idct(delta).to(eps_hat)
 
 
+def refinement(levels: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the course of a correction bends, falling (R,), and the linear interpolation there, (R, L).
+
+    Those are the levels, the middle between two, and the ends of where it is whole and where it is gone.
+
+    >>> [round(lam, 6) for lam in refinement(torch.tensor([1.0, 0.5]))[0].tolist()]
+    [1.8, 1.4, 1.0, 0.75, 0.5, 0.1, -0.3]
+    """
+    levels = levels.double()
+    reaches = LEVEL_SPACING * torch.tensor([1.0, 2.0], dtype=torch.float64)
+    middle = 0.5 * (levels[1:] + levels[:-1])
+    half = 0.5 * (levels[:-1] - levels[1:])
+    points = [levels[0] + reaches, levels, middle, levels[-1] - reaches]
+    for reach in reaches:
+        far = half > reach * (1 + 1e-9)
+        points += [levels[:-1][far] - reach, levels[1:][far] + reach]
+    lam = torch.unique(torch.cat(points)).flip(0)
+    return lam, interpolation_weights(levels, lam)
+
+
 def interpolation_weights(levels: Tensor, lam: Tensor) -> Tensor:
-    """Linear interpolation over falling levels, constant beyond them, (B, L); equation 27.
+    """Linear interpolation over falling levels, constant beyond them, (B, L).
 
     >>> interpolation_weights(torch.tensor([2.0, 1.0, 0.0]), torch.tensor([1.25, 9.0])).tolist()
     [[0.25, 0.75, 0.0], [1.0, 0.0, 0.0]]

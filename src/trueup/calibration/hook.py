@@ -54,8 +54,8 @@ class CorrectOutput:
         self.empty = calibration.empty
         if self.empty:
             return
-        correction = calibration.correction
-        nodes = _nodes(calibration)
+        correction = calibration.correction.refined()
+        nodes = _nodes(calibration, correction.lam)
         self.boundaries = 0.5 * (nodes[1:] + nodes[:-1])
         self.boundary_list: list[float] = self.boundaries.tolist()
         process, parametrization = calibration.process, calibration.parametrization
@@ -90,7 +90,7 @@ class CorrectOutput:
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], raw: Any) -> Any:
         """Correct what a forward call returned."""
-        if not self.enabled:
+        if self.empty or not self.enabled:
             return raw
         output = prediction(raw)
         channels = self.shape[0]
@@ -99,8 +99,6 @@ class CorrectOutput:
                 f"the calibration was made for samples of shape {self.shape}; the network returned "
                 f"{tuple(output.shape[1:])}"
             )
-        if self.empty:
-            return raw
         assert self.binding is not None
         x_t, t = self.binding.x.of(args, kwargs), self.binding.t.of(args, kwargs)
         if (self.binding.scale, self.binding.offset) != (1.0, 0.0):
@@ -111,7 +109,7 @@ class CorrectOutput:
         return _like(raw, torch.cat([self.correct(mean, x_t, t), rest], 1))
 
     def correct(self, output: Tensor, x_t: Tensor, t: Any, y: Any = None) -> Tensor:
-        """The corrected output at times of the process, in its own dtype; in single precision in autocast too."""
+        """The corrected output at times of the process, in its own dtype; computed in float32 or finer."""
         if self.empty:
             return output
         kind = output.device.type
@@ -121,7 +119,7 @@ class CorrectOutput:
             return self._correct(output, x_t, t)
 
     def _correct(self, output: Tensor, x_t: Tensor, t: Any) -> Tensor:
-        dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
+        dtype = _wide(output.dtype)
         tables = self._tables(output.device, dtype)
         node = self._node(t, len(output), tables)
         constant = tables.weights[node] @ tables.constant  # (B or 1, C * box)
@@ -154,10 +152,10 @@ class CorrectOutput:
             raise AttachError(f"got {times.numel()} times for a batch of {batch}")
         return torch.bucketize(times, boundaries)
 
-    def prepare(self, device: torch.device) -> None:
-        """Make the tables of a device now: before anyone compiles the network, say."""
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Make the tables for a network's outputs now: before anyone compiles it, say."""
         if not self.empty:
-            self._tables(device, torch.float32)
+            self._tables(device, _wide(dtype))
 
     def _tables(self, device: torch.device, dtype: torch.dtype) -> _Tables:
         """Everything the correction needs, copied to a device once."""
@@ -186,12 +184,17 @@ class CorrectOutput:
         return {**self.__dict__, "_ready": {}}  # device copies are made again where they are needed
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What an output is corrected in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def _like(raw: Any, corrected: Tensor) -> Any:
     """`raw` with its prediction replaced."""
     if isinstance(raw, Tensor):
         return corrected
     if isinstance(raw, tuple) and hasattr(raw, "_fields") and hasattr(raw, "_replace"):  # a namedtuple
-        return raw._replace(**{raw._fields[0]: corrected})
+        return raw._replace(**{"sample" if "sample" in raw._fields else raw._fields[0]: corrected})
     if isinstance(raw, (tuple, list)):
         return type(raw)((corrected, *raw[1:]))
     if "sample" in getattr(raw, "__dataclass_fields__", ()):
@@ -200,16 +203,21 @@ def _like(raw: Any, corrected: Tensor) -> Any:
     return raw
 
 
-def _nodes(calibration: Calibration) -> Tensor:
-    """Times to tabulate: dense in lam over the process, with every whole timestep and measured level exact."""
+def _nodes(calibration: Calibration, lam: Tensor) -> Tensor:
+    """Times to tabulate: dense over the lam where something is corrected, with every whole timestep exact.
+
+    Outside the process's own times the correction stays what it is at the end, in the network's output space.
+    """
     process = calibration.process
-    ends = (float(process.lam(t)) for t in (process.t_min, process.t_max))
-    nodes = process.t_of_lam(torch.linspace(*ends, _NODES, dtype=torch.float64))
+    times = torch.tensor([process.t_min, process.t_max], dtype=torch.float64)
+    top, bottom = process.lam(times).tolist()
+    high, low = min(float(lam[0]), top), max(float(lam[-1]), bottom)
+    nodes = process.t_of_lam(torch.linspace(high, low, _NODES, dtype=torch.float64))
     exact = calibration.t
     if process.integer_times:
         whole = torch.arange(math.ceil(process.t_min), math.floor(process.t_max) + 1, dtype=torch.float64)
         exact = torch.cat([exact, whole])
-    return torch.unique(torch.cat([nodes.clamp(process.t_min, process.t_max), exact]))
+    return torch.unique(torch.cat([nodes, exact]).clamp(process.t_min, process.t_max))
 
 
 @lru_cache

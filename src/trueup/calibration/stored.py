@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +41,17 @@ def check_tensors(tensors: Mapping[str, Tensor], bounds: Mapping[str, Bounds]) -
             continue
         values = tensor[~tensor.isnan()] if bound.unknown else tensor
         if not (torch.isfinite(values) & (values >= bound.low) & (values <= bound.high)).all():
-            raise ArtifactError(f"{name} holds values out of range")
+            raise ArtifactError(f"{name} holds values out of range, {bound.low:g} to {bound.high:g}")
     others = sorted(set(tensors) - set(bounds))
     if others:
         raise ArtifactError(f"{others[0][:40]!r} is no tensor of a calibration")
+
+
+def check_intervals(ends: Mapping[str, Sequence[Tensor]]) -> None:
+    """Raise for intervals (low, high) that end below where they begin."""
+    for name, (low, high) in ends.items():
+        if (low > high).any():
+            raise ArtifactError(f"{name} has intervals that end below where they begin")
 
 
 def whole(meta: Mapping[str, Any], name: str, low: int, high: int) -> int:
@@ -51,6 +59,27 @@ def whole(meta: Mapping[str, Any], name: str, low: int, high: int) -> int:
     value = meta.get(name)
     if type(value) is not int or not low <= value <= high:
         raise ArtifactError(f"{name} is {str(value)[:20]}, expected a whole number from {low} to {high:,}")
+    return value
+
+
+def numbers(
+    meta: Mapping[str, Any], name: str, low: float, high: float, most: int = 1, unknown: bool = False
+) -> list[float]:
+    """A list of numbers of a file, at least one, each within bounds; unknown: or nan."""
+    values = meta[name]
+    if not isinstance(values, (list, tuple)) or not 1 <= len(values) <= most:
+        raise ArtifactError(f"{name} is no list of up to {most} numbers")
+    for value in values:
+        if type(value) not in (int, float) or not (low <= value <= high or (unknown and value != value)):
+            raise ArtifactError(f"{name} holds {str(value)[:20]}, expected numbers from {low:g} to {high:g}")
+    return [float(value) for value in values]
+
+
+def word(meta: Mapping[str, Any], name: str) -> str:
+    """A short name of a file, without room for a sentence."""
+    value = meta.get(name)
+    if not isinstance(value, str) or not re.fullmatch(r"[\w.-]{1,60}", value):
+        raise ArtifactError(f"{name} is {str(value)[:20]!r}, expected a name")
     return value
 
 
@@ -115,13 +144,11 @@ def unpack(
     check_tensors(have, bounds)
     shift = torch.zeros(count, channels, size, dtype=torch.float64)
     shift[..., coefficients] = have["shift"].double()
-    guidance = meta.get("guidance")
-    if type(guidance) is not float or not abs(guidance) <= 1e4:
-        raise ArtifactError(f"the guidance of {name} is {str(guidance)[:20]}")
+    (guidance,) = numbers({"guidance": [meta.get("guidance")]}, "guidance", -1e4, 1e4)
     if not isinstance(meta.get("settings"), dict) or not isinstance(meta.get("provenance"), dict):
         raise ArtifactError(f"what {name} is for makes no sense")
     made = Trajectory(
-        Sampler(str(meta.get("solver")), whole(meta, "nfe", 1, 10**6), meta["settings"], guidance),
+        Sampler(word(meta, "solver"), whole(meta, "nfe", 1, 10**6), meta["settings"], guidance),
         States(have["t"], have["alpha"], have["sigma"]),
         bands,
         mean,

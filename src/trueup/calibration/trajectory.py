@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,10 +132,9 @@ class Trajectory:
     @property
     def identity(self) -> str:
         """A short hash of what it does: the same for a trajectory and what was loaded from its file."""
-        digest = hashlib.blake2b(digest_size=8)
-        for part in (self.shift, self.gain, self.states.alpha, self.mean):
-            digest.update(part.to(torch.float32).contiguous().numpy().tobytes())
-        return digest.hexdigest()
+        states = self.states
+        parts = (self.shift, self.gain, states.t, states.alpha, states.sigma, self.mean)
+        return digest_of(self.sampler.as_json(), parts)
 
     @property
     def empty(self) -> bool:
@@ -194,6 +193,14 @@ class Trajectory:
             return (gain - 1).reshape(shape).to(device, dtype), self.bands.idct(offset.reshape(shape)).to(
                 device, dtype
             )
+
+
+def digest_of(settings: Any, parts: Iterable[Tensor]) -> str:
+    """A short hash of plain values and of tensors as files keep them."""
+    digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8)
+    for part in parts:
+        digest.update((part.float() + 0.0).contiguous().numpy().tobytes())  # files do not keep -0
+    return digest.hexdigest()
 
 
 def find(trajectories: Sequence[Trajectory], sampler: Sampler) -> Trajectory | None:

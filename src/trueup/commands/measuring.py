@@ -7,100 +7,48 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trueup.artifact import load
-from trueup.attachment import attach
-from trueup.commands.calibrating import look_for_mistakes
-from trueup.commands.shared import check_output, open_model, progress, say
-from trueup.denoiser import Denoiser
+from trueup.calibration import Attachment, load
+from trueup.checks import BELONGS
+from trueup.commands.shared import images_of, open_model, progress, say, show
 from trueup.density import Likelihood, Objectives
 from trueup.density import likelihood as measure_likelihood
 from trueup.density import objectives as measure_objectives
-from trueup.density.bound import Bound
-from trueup.density.flow import Divergence
-from trueup.density.run import TOLERANCE, check_tolerance
-from trueup.errors import DataError, TrueupError
-from trueup.files import bundled, write
-from trueup.report import plain_output
-
-_BELONGS = {
-    "steps": "bound",
-    "variance": "bound",
-    "draws": "bound",
-    "tolerance": "ode",
-    "trace": "ode",
-    "probes": "ode",
-    "start": "ode",
-}
-
-
-def _check_early(denoiser: Denoiser, options: argparse.Namespace, given: dict[str, Any]) -> None:
-    """Say what cannot be before anything is measured."""
-    if options.calibration is not None:
-        attach(denoiser, load(options.calibration)).remove()
-    if options.method == "bound":
-        Bound(denoiser, None, given.get("steps"), given.get("variance") or "small")
-    elif options.method == "ode":
-        Divergence(given.get("trace", "rademacher"), given.get("probes", 1))
-        check_tolerance(given.get("tolerance", TOLERANCE))
+from trueup.density.run import IMAGES
+from trueup.estimate.diagnose import check_use
+from trueup.files import write
+from trueup.images import open_images
 
 
 def likelihood(options: argparse.Namespace) -> int:
     """`trueup likelihood`."""
     output, method = options.output, options.method
-    given = {name: value for name in _BELONGS if (value := getattr(options, name)) is not None}
-    for name in given:
-        if _BELONGS[name] != method:
-            raise TrueupError(f"--{name} belongs to --{_BELONGS[name]}")
-    if options.uniform and method != "bound":
-        raise TrueupError("--uniform belongs to --bound")
-    if options.run is not None and method == "dsm":
-        raise TrueupError("--dsm keeps nothing: leave out --run")
-    if options.guidance != 1.0:
-        raise TrueupError(
-            "guided outputs have no likelihood: leave out --guidance, and pass labels with the data"
-        )
-    if options.data is None:
-        raise DataError("say whose likelihood to measure: --data")
-    if output is not None:
-        check_output(output, options.force)
-    run = options.run or (Path(f"{output}.run") if output is not None and method != "dsm" else None)
+    options.run = run = options.run or (
+        Path(f"{output}.run") if output is not None and method != "dsm" else None
+    )
     denoiser = open_model(options)
-    _check_early(denoiser, options, given)
+    calibration = None if options.calibration is None else load(options.calibration)
+    if calibration is not None:
+        Attachment(denoiser, calibration)  # or say now that it does not fit
+    data = images_of(options, options.images or IMAGES.get(method, 200))
     if not options.trust and not (run is not None and (run / "samples.json").exists()):
-        problem = look_for_mistakes(denoiser, options, exact=True)
-        if problem:
-            raise TrueupError(f"{problem} (or pass --trust to go on as it is)")
-    names = ("seed", "batch_size", "resize", "crop", "flip", "data_range", "skip_bad")
-    common: dict[str, Any] = {name: getattr(options, name) for name in names}
-    common["progress"] = progress(options)
-    data = bundled(options.data)
+        say(options, "looking for the usual mistakes")
+        for hint in check_use(denoiser, open_images(data, denoiser, exact=True)).hints:
+            say(options, f"note: {hint}")
     found: Likelihood | Objectives
+    common: dict[str, Any] = {"seed": options.seed, "progress": progress(options)}
     if method == "dsm":
-        found = measure_objectives(
-            denoiser, data, options.calibration, images=options.images or 200, **common
-        )
+        found = measure_objectives(denoiser, data, calibration, **common)
     else:
-        options.run = run
+        given = {name: value for name in BELONGS if (value := getattr(options, name)) not in (None, False)}
+        if given.pop("uniform", False):
+            given["importance"] = False
         found = measure_likelihood(
-            denoiser,
-            data,
-            options.calibration,
-            method=method,
-            images=options.images,
-            importance=not options.uniform,
-            run=run,
-            force=options.force,
-            **given,
-            **common,
+            denoiser, data, calibration, method=method, run=run, force=options.force, **given, **common
         )
-    text = json.dumps(found.as_json(), indent=2)
+    values = found.as_json()
     if output is not None:
-        write(output, f"{text}\n".encode())
-    if options.json:
-        print(text)
-    else:
-        table = found.table()
-        print(table.replace("±", "+-") if plain_output() else table)
+        write(output, f"{json.dumps(values, indent=2)}\n".encode())
+    show(options, values, found.table())
     if output is not None:
         kept = f"; {run} keeps every image's (delete it when you are done)" if run is not None else ""
         say(options, f"wrote {output}{kept}")

@@ -1,39 +1,40 @@
-"""What every command needs: the model and device it was given, and how to speak."""
+"""What every command needs: the model, images and solvers it was given, and how to speak."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
-import os
 import sys
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from trueup.denoiser import Denoiser
-from trueup.errors import ModelError, TrueupError
-from trueup.files import bundled
+from trueup.errors import ModelError
+from trueup.files import printable
 from trueup.hf import as_denoiser
+from trueup.images import Images
+from trueup.report import plain_output
+from trueup.sampling import as_solver
 
 
 def open_model(options: argparse.Namespace) -> Denoiser:
     """The model named on the command line."""
-    _quieten_libraries()
-    try:
-        return as_denoiser(
-            bundled(options.model),
-            scheduler=options.scheduler,
-            parametrization=options.prediction,
-            model_range=options.model_range,
-            device=find_device(options.device),
-        )
-    except ModelError as error:
-        words = str(error)
-        if "has no scheduler" in words:
-            words = (
-                f"{options.model} has no scheduler_config.json: pass the one it was trained with: --scheduler"
-            )
-        raise ModelError(words) from None
+    logging.getLogger("diffusers").setLevel(logging.ERROR)  # it warns about what we check ourselves
+    denoiser = as_denoiser(
+        options.model,
+        scheduler=options.scheduler,
+        prediction=options.prediction,
+        model_range=options.model_range,
+        vae=options.vae,
+        device=find_device(options.device),
+        batch_size=options.batch_size,
+    )
+    if getattr(options, "null_label", None) is not None:
+        denoiser.null_label = options.null_label
+    return denoiser
 
 
 def find_device(name: str) -> str:
@@ -46,31 +47,46 @@ def find_device(name: str) -> str:
     return name
 
 
-def _quieten_libraries() -> None:
-    """diffusers warns about what we check ourselves."""
-    logging.getLogger("diffusers").setLevel(logging.ERROR)
+def open_solver(name: str, denoiser: Denoiser, grid: str | None) -> Any:
+    """The solver of that name, with its levels where --grid says."""
+    solver = as_solver(name, denoiser)
+    return solver if grid is None else replace(solver, grid=grid)
 
 
-def check_output(output: Path, force: bool) -> None:
-    """Say what is wrong with the file to write before any work is done for it."""
-    if output.is_dir():
-        raise TrueupError(f"{output} is a directory: name the file to write with -o")
-    if output.exists() and not output.is_file():
-        raise TrueupError(f"{output} is not a file that can be replaced: name another with -o")
-    if output.exists() and not force:
-        raise TrueupError(f"{output} exists: pass --force to replace it, or name another file")
-    if not output.parent.is_dir():
-        raise TrueupError(f"{output.parent} is not a directory: make it first")
-    if not os.access(output.parent, os.W_OK):
-        raise TrueupError(f"cannot write in {output.parent}")
+def images_of(options: argparse.Namespace, count: int | None = None) -> Images:
+    """The images named on the command line."""
+    return Images(
+        options.data,
+        count=count or options.images,
+        resize=options.resize,
+        crop=options.crop,
+        flip=options.flip,
+        data_range=options.data_range,
+        seed=options.seed,
+        skip_bad=options.skip_bad,
+    )
 
 
 def say(options: argparse.Namespace, line: str) -> None:
     """A line for people, on standard error."""
     if not options.quiet:
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
+
+
+def warn(words: str) -> None:
+    """What explains an exit code, on standard error, also with --quiet."""
+    print(printable(f"trueup: {words}"), file=sys.stderr)
+
+
+def show(options: argparse.Namespace, values: dict[str, Any], text: str) -> None:
+    """The answer on standard output: the values as JSON, or the text."""
+    if options.json:
+        print(json.dumps(values, indent=2))
+        return
+    lines = map(printable, text.split("\n"))  # some name files
+    print("\n".join(lines).replace("±", "+-") if plain_output() else "\n".join(lines), flush=True)
 
 
 def progress(options: argparse.Namespace) -> bool | None:
-    """Whether to show progress; None: if somebody is looking."""
+    """Whether to show progress; None: a bar if somebody is looking, else a line every half minute."""
     return False if options.quiet else None

@@ -2,12 +2,13 @@
 
 A correction is put on the network itself, so that samplers, pipelines and training loops all see it. There it
 must read x_t and the time out of arguments that whoever wrote the model arranged: in another order, under
-other names, the time divided by 1000 or counted backwards. Two calls at known times tell.
+other names, the time divided by 1000 or counted backwards. A few calls at known times tell.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from trueup.denoiser.network import eagerly, prediction, unwrapped
-from trueup.errors import AttachError
+from trueup.errors import AttachError, ModelError
 
-_CLOSE = 1e-5  # relative: times may have been through float32
-_TIME_NAMES = ("timestep", "timesteps", "t", "sigma", "noise_labels", "time")
+_CLOSE = 1e-5  # relative to what was added up
+_ROUNDING = 2.0**-22  # of the largest: times may have been through float32
 
 
 @dataclass(frozen=True)
@@ -60,36 +61,34 @@ class Binding:
         return cls(places["x"], places["t"], places["y"], scale, offset)  # type: ignore[arg-type]
 
 
-def default_binding(network: nn.Module) -> Binding:
-    """x_t first; the time by its usual names, else second."""
-    names = _parameters(network)
-    time = next((i for i, name in enumerate(names) if i and name in _TIME_NAMES), 1)
-    return Binding(_place(network, 0), _place(network, time))
+def default_binding(network: nn.Module, conditional: bool = False) -> Binding:
+    """That of `network(x_t, t)`, or of `network(x_t, t, y)`."""
+    return Binding(_place(network, 0), _place(network, 1), _place(network, 2) if conditional else None)
 
 
 def find_binding(network: nn.Module, call: Any, x_t: Tensor, times: Tensor, y: Any) -> Binding | None:
     """The binding of `call(x_t, t[, y])`, or None where it does more than pass arguments on.
 
-    x_t (2, ...) and times (2, 2), two calls with two rows each; rows must not be equal.
+    x_t (2, ...) and times (calls, 2), of two rows each; rows must not be equal.
     """
     inner = unwrapped(network)
-    seen: list[tuple[dict[Any, Any], Tensor]] = []
+    seen: list[tuple[dict[Any, Any], Any]] = []
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], raw: Any) -> None:
-        seen.append(({**dict(enumerate(args)), **kwargs}, prediction(raw)))
+        arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        # Copies: whoever called may go on and change them.
+        seen.append(({k: _copy(v) for k, v in arguments.items()}, _copy(_mean(raw, x_t.shape[1]))))
 
     handle = inner.register_forward_hook(look, with_kwargs=True)
     try:
         with eagerly(), torch.inference_mode():
-            outputs = [prediction(call(x_t, t, *(() if y is None else (y,)))) for t in times]
+            outputs = [call(x_t.clone(), t.clone(), *(() if y is None else (y,))) for t in times]
     finally:
         handle.remove()
     if len(seen) != len(times):  # called more than once, or not at all
         return None
-    channels = x_t.shape[1]
-    if not all(
-        torch.equal(raw[:, :channels], out[:, :channels]) for (_, raw), out in zip(seen, outputs, strict=True)
-    ):
+    means = (_mean(output, x_t.shape[1]) for output in outputs)
+    if not all(_same(raw, mean) for (_, raw), mean in zip(seen, means, strict=True)):
         return None
     arguments = [found for found, _ in seen]
     x = next((k for k, v in arguments[0].items() if _same(v, x_t)), None)
@@ -123,6 +122,19 @@ def _place(network: nn.Module, key: int | str) -> Place:
     return Place(names.index(key) if key in names else None, key)
 
 
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _mean(raw: Any, channels: int) -> Tensor | None:
+    """What is corrected of what a forward call returned, if it can be."""
+    try:
+        output = prediction(raw)
+    except ModelError:
+        return None
+    return output[:, :channels] if output.ndim > 1 else None
+
+
 def _same(value: Any, tensor: Any) -> bool:
     return (
         isinstance(value, Tensor)
@@ -133,24 +145,22 @@ def _same(value: Any, tensor: Any) -> bool:
 
 
 def _line(values: list[Any], times: Tensor) -> tuple[float, float] | None:
-    """(scale, offset) if an argument is scale * t + offset, row by row, in both calls."""
+    """(scale, offset) if an argument is scale * t + offset, row by row, in every call."""
     rows = []
     for value in values:
         if not isinstance(value, Tensor) or value.numel() != times.shape[1] or value.is_complex():
             return None
-        rows.append(value.detach().double().flatten().cpu())
-    told, t = torch.cat(rows), times.double().flatten().cpu()
-    scale = float((told[0] - told[-1]) / (t[0] - t[-1]))
-    offset = float(told[0] - scale * t[0])
-    if scale == 0 or not torch.isfinite(told).all():
+        rows.append(value.detach().flatten().cpu().double())
+    told, t = torch.cat(rows), times.flatten().cpu().double()
+    span, rounding = float(t[0] - t[-1]), _ROUNDING * float(told.abs().max())
+    scale = float(told[0] - told[-1]) / span if span else 0.0
+    if scale == 0 or not math.isfinite(scale):
         return None
-    size = told.abs().max()
-    if not ((scale * t + offset - told).abs() <= _CLOSE * size).all():
-        return None
-    for exact in (round(scale), 1 / round(1 / scale) if abs(scale) < 1 else scale):  # what was meant
-        if exact and abs(scale - exact) <= 4 * _CLOSE * abs(exact):
-            scale = float(exact)
+    whole = 1 / round(1 / scale) if abs(scale) < 1 else float(round(scale))  # most likely what was meant
+    if abs(scale - whole) <= _CLOSE * abs(whole) + 2 * rounding / abs(span):
+        scale = whole
     offset = float((told - scale * t).mean())
-    if abs(offset - round(offset)) <= 4 * _CLOSE * float(size):
+    if abs(offset - round(offset)) <= 4 * rounding:
         offset = float(round(offset))
-    return scale, offset
+    close = _CLOSE * ((scale * t).abs() + abs(offset)) + rounding
+    return (scale, offset) if ((scale * t + offset - told).abs() <= close).all() else None

@@ -23,6 +23,8 @@ from trueup.errors import ModelError
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess
 
+_FED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
 
 class Denoiser:
     """Any network with the noise it was trained on and what it predicts.
@@ -71,15 +73,17 @@ class Denoiser:
         self.shape = tuple(int(n) for n in shape) if isinstance(shape, Iterable) else (int(shape),)
         if len(self.shape) < 2 or min(self.shape) < 1:
             raise ModelError(f"shape is one sample's, (channels, *spatial), got {self.shape}")
-        if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
-            raise ModelError(f"batch_size is a whole number of at least 1, not {batch_size!r}")
         self.data_range, self.conditional, self.null_label = data_range, conditional, null_label
+        if autoencoder is not None and not hasattr(autoencoder, "picture_shape"):
+            raise ModelError("wrap the autoencoder, so that its scaling is known: trueup.hf.Autoencoder(vae)")
         self.autoencoder = autoencoder
         self.scheduler_config = None if scheduler_config is None else dict(scheduler_config)
         self.correction: Correcting | None = None  # where the network itself cannot carry one
         self.description = description or type(unwrapped(network)).__name__
         self._call = call or network
-        self._device, self._dtype, self._batch_size = device, dtype, batch_size
+        self._device, self._dtype, self._batch_size = device, dtype, _checked(batch_size)
+        if device is not None:
+            self.to(device)
         self._at_once: int | None = None  # rows that fitted into memory
         self._whole_times: bool | None = None  # None until somebody has tried
         self._binding: Binding | types.EllipsisType | None = ...  # not yet looked for
@@ -94,17 +98,17 @@ class Denoiser:
         """Where the network is now, or will run."""
         weight = self._weight()
         if weight is not None and weight.device.type != "meta":
-            hook = getattr(
-                unwrapped(self.network), "_hf_hook", None
-            )  # accelerate moves weights in when called
+            hook = getattr(unwrapped(self.network), "_hf_hook", None)  # accelerate moves weights when called
             return torch.device(getattr(hook, "execution_device", None) or weight.device)
         return torch.device(self._device or "cpu")
 
     @property
     def dtype(self) -> torch.dtype:
         """What the network is fed: what was asked for, or whatever its weights are now."""
-        weight = self._weight()
-        return self._dtype or (weight.dtype if weight is not None else torch.float32)
+        if self._dtype is not None or not isinstance(self.network, nn.Module):
+            return self._dtype or torch.float32
+        dtypes = (p.dtype for p in self.network.parameters())  # those of packed weights say nothing
+        return next((dtype for dtype in dtypes if dtype in _FED), torch.float32)
 
     @property
     def batch_size(self) -> int:
@@ -125,7 +129,7 @@ class Denoiser:
         if batch_size is None:
             return self
         other = copy.copy(self)
-        other._batch_size, other._at_once = batch_size, None
+        other._batch_size, other._at_once = _checked(batch_size), None
         return other
 
     def to(self, device: torch.device | str) -> Denoiser:
@@ -139,13 +143,15 @@ class Denoiser:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Denoiser:
-        if self._call is not self.network and isinstance(self._call, (types.FunctionType, partial)):
+        own_call = self._call is not self.network
+        if (own_call and isinstance(self._call, (types.FunctionType, partial))) or _encloses(self.network):
             raise ModelError(
-                "this Denoiser's `call` is a function that holds on to its network, and would call the "
-                "original: copy the network and make another Denoiser around it"
+                "this Denoiser calls a function that holds on to its network, and so would a copy, which "
+                "then runs the original: copy the network and make another Denoiser around it"
             )
         other = copy.copy(self)
-        other.network, other._call = (copy.deepcopy(v, memo) for v in (self.network, self._call))
+        for name in ("network", "_call", "correction"):
+            setattr(other, name, copy.deepcopy(getattr(self, name), memo))
         return other
 
     def fingerprint(self) -> dict[str, str]:
@@ -172,33 +178,35 @@ class Denoiser:
         return self.parametrization.to_eps(output, x_t.to(output), alpha, sigma)
 
     def predict(self, x_t: Tensor, t: Tensor | float, y: Any = None, *, variance: bool = False) -> Tensor:
-        """The network's own output (B, C, *spatial), float32 or finer; variance: with a learned one's channels.
+        """The network's own output (B, C, *spatial), float32 or finer; variance: with those of a learned one.
 
         However many rows memory holds at once, they are evaluated; a correction that is attached is applied.
         """
         times = self._times(torch.as_tensor(t), len(x_t), x_t, y)
-
-        def rows(part: slice) -> Tensor:
-            return self._rows(x_t[part], times[part], None if y is None else y[part])
-
-        if x_t.requires_grad:  # parts would share one backward pass, and its memory
-            parts = [rows(slice(None))]
-        else:
-            parts, self._at_once = in_parts(rows, len(x_t), self._at_once)
+        parts, fitted = in_parts(
+            lambda part: self._rows(x_t[part], times[part], None if y is None else y[part]),
+            len(x_t),
+            self._at_once,
+        )
+        if fitted < len(x_t):  # a small batch says nothing of larger ones
+            self._at_once = fitted
         output = parts[0] if len(parts) == 1 else torch.cat(parts)
         return output if variance else output[:, : self.shape[0]]
 
     __call__ = predict
 
-    def _times(self, t: Tensor, rows: int, x_t: Tensor, y: Any) -> Tensor:
-        """Times as the network takes them, (B,) on its device; whole ones as integers, if it was trained so."""
-        if self.process.integer_times and t.is_floating_point():
+    def _times(self, t: Tensor, x_t: Tensor, y: Any) -> Tensor:
+        """Times as the network takes them, (B,) beside x_t; whole ones as integers, if it was trained so."""
+        whole = self.process.integer_times and not t.is_floating_point()
+        if self.process.integer_times and not whole:
             on_cpu = t.device.type == "cpu"  # elsewhere looking would wait for the device
-            if (on_cpu and bool((t == t.round()).all())) or self.takes_whole_times_only(y):
-                t = t.round().to(torch.int64)
-        if t.is_floating_point():
-            t = t.to(torch.float64 if x_t.dtype == torch.float64 else torch.float32)
-        return t.to(x_t.device).reshape(-1).expand(rows)
+            whole = (on_cpu and bool((t == t.round()).all())) or self.takes_whole_times_only(y)
+        if whole:
+            t = t.round().to(torch.int64) if t.is_floating_point() else t.to(torch.int64)
+        else:
+            t = t.to(torch.float64 if torch.float64 in (x_t.dtype, self.dtype) else torch.float32)
+        # A copy, since a network may change what it is given.
+        return t.to(x_t.device).reshape(-1).expand(len(x_t)).clone()
 
     def _rows(self, x_t: Tensor, times: Tensor, y: Any) -> Tensor:
         args = (times, y) if self.conditional else (times,)
@@ -241,24 +249,27 @@ class Denoiser:
             return False
         if self._whole_times is None:
             with self.evaluating(), self.bare(), torch.inference_mode():
-                self._whole_times = self._rounds(y)
+                (self._whole_times,), _ = in_parts(lambda _: self._rounds(y), 1)
         return self._whole_times
 
     def _rounds(self, y: Any) -> bool:
-        middle = float(self.process.t_max // 2)
+        middle = int(self.process.t_max // 2)
         x_t = torch.linspace(-1, 1, self.shape[-1], device=self.device).expand(1, *self.shape)
         label = None if y is None else torch.as_tensor(y)[:1].to(self.device)
 
         def at(t: float) -> Tensor:
             return self._rows(x_t, torch.tensor([t], device=self.device), label)
 
+        below, above = at(middle), at(middle + 1)  # first: what fails here has nothing to do with times
+        if torch.equal(below, above):  # it does not look at the time
+            return False
         try:
             between = at(middle + 0.5)
-        except (RuntimeError, TypeError, IndexError) as error:  # an embedding table asked for row 499.5
+        except (RuntimeError, TypeError, IndexError, ModelError) as error:  # a table asked for row 499.5
             if out_of_memory(error):
                 raise
             return True
-        return any(torch.equal(between, at(t)) for t in (middle, middle + 1))
+        return torch.equal(between, below) or torch.equal(between, above)
 
     def binding(self, y: Any = None) -> Binding | None:
         """Where the network's own call holds x_t and t; None if only this Denoiser can be corrected."""
@@ -266,25 +277,21 @@ class Denoiser:
             if not isinstance(self.network, nn.Module):
                 self._binding = None
             elif self._call is self.network:
-                self._binding = default_binding(unwrapped(self.network))
+                self._binding = default_binding(unwrapped(self.network), self.conditional)
+            elif self.conditional and y is None:
+                return None  # for now: nobody can try without a label
             else:
                 self._binding = self._find_binding(y)
         return self._binding
 
     def _find_binding(self, y: Any) -> Binding | None:
         process = self.process
-        lam = torch.tensor([[1.5, 0.5], [-0.5, -1.5]], dtype=torch.float64)
-        low, high = float(process.lam(process.t_max)), float(process.lam(process.t_min))
-        times = process.snap(process.t_of_lam(lam.clamp(low + 1e-3, high - 1e-3)))
+        high, low = (float(process.lam(t)) for t in (process.t_min, process.t_max))
+        times = process.snap(process.t_of_lam(torch.linspace(high, low, 6, dtype=torch.float64)))
         generator = torch.Generator().manual_seed(0)
         x_t = torch.randn(2, *self.shape, generator=generator).to(self.device, self.dtype)
-        labels = None
-        if self.conditional:
-            if y is None:
-                return None
-            labels = torch.as_tensor(y)[:1].to(self.device)
-            labels = torch.cat([labels, labels])
-        told = torch.stack([self._times(t, 2, x_t, labels) for t in times])
+        labels = torch.as_tensor(y)[[0, 0]].to(self.device) if self.conditional else None
+        told = torch.stack([self._times(t, x_t, labels) for t in times.reshape(3, 2)])
         with self.evaluating(), self.bare():
             return find_binding(self.network, self._call, x_t, told, labels)  # type: ignore[arg-type]
 
@@ -321,3 +328,15 @@ class Denoiser:
         finally:
             for module, was in zip(modules, training, strict=True):
                 module.training = was
+
+
+def _checked(batch_size: int | None) -> int | None:
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        raise ModelError(f"batch_size is a whole number of at least 1, not {batch_size!r}")
+    return batch_size
+
+
+def _encloses(function: Any) -> bool:
+    """Whether a function has a network inside, which copies of the function would share."""
+    cells = getattr(function, "__closure__", None) or ()
+    return any(isinstance(cell.cell_contents, nn.Module) for cell in cells)

@@ -21,21 +21,12 @@ class Correcting(Protocol):
 
 def unwrapped(network: Any) -> Any:
     """The network inside torch.compile, DataParallel, DistributedDataParallel and FSDP."""
-    return _layers(network)[-1]
-
-
-def _layers(network: Any) -> list[Any]:
-    """A network and what its wrappers wrap, outermost first."""
-    found = [network]
-    while True:
-        inner = getattr(found[-1], "_orig_mod", None)  # torch.compile
-        if inner is None:
-            inner = getattr(found[-1], "_fsdp_wrapped_module", None)
-        if inner is None and isinstance(found[-1], (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            inner = found[-1].module
-        if inner is None:
-            return found
-        found.append(inner)
+    inner = getattr(network, "_orig_mod", None)  # torch.compile
+    if inner is None:
+        inner = getattr(network, "_fsdp_wrapped_module", None)
+    if inner is None and isinstance(network, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        inner = network.module
+    return network if inner is None else unwrapped(inner)
 
 
 def prediction(raw: Any) -> Tensor:
@@ -53,8 +44,9 @@ def prediction(raw: Any) -> Tensor:
 
 
 def corrections(network: Any) -> list[Correcting]:
-    """The corrections on a network, or on any wrapper around it (see `trueup.attach`)."""
-    hooks = (hook for layer in _layers(network) for hook in getattr(layer, "_forward_hooks", {}).values())
+    """The corrections on a network, whatever wraps it, or on a part of it (see `trueup.attach`)."""
+    modules = network.modules() if isinstance(network, nn.Module) else ()
+    hooks: Iterator[Any] = (hook for module in modules for hook in module._forward_hooks.values())
     return [hook for hook in hooks if getattr(hook, "corrects_output", False)]
 
 

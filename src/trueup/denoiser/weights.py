@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from trueup.denoiser.network import unwrapped
 
 _SAMPLED = 4096  # weights hashed per tensor: enough to tell checkpoints apart, quick for billions
+_WRAPPERS = re.compile(r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")  # of parts of it
 _COARSER = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -23,7 +25,7 @@ def fingerprint(network: Any) -> dict[str, str]:
     network = unwrapped(network)
     if not isinstance(network, nn.Module) or is_sharded(network):
         return {}
-    named = ((name.replace("_orig_mod.", ""), p.detach()) for name, p in network.named_parameters())
+    named = ((_WRAPPERS.sub("", name), p.detach()) for name, p in network.named_parameters())
     parameters = sorted((pair for pair in named if pair[1].device.type != "meta"), key=lambda pair: pair[0])
     if not parameters:
         return {}

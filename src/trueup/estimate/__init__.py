@@ -1,7 +1,18 @@
 """From a network and images to a correction: measure, then fit."""
 
-from trueup.estimate.collect import default_levels, measure
+from trueup.estimate.families import FAMILIES, Family, register
+from trueup.estimate.measure import default_levels, measure
 from trueup.estimate.moments import Moments
-from trueup.estimate.solve import ESTIMATORS, FAMILIES, calibrate, fit
+from trueup.estimate.solve import ESTIMATORS, calibrate, fit
 
-__all__ = ["ESTIMATORS", "FAMILIES", "Moments", "calibrate", "default_levels", "fit", "measure"]
+__all__ = [
+    "ESTIMATORS",
+    "FAMILIES",
+    "Family",
+    "Moments",
+    "calibrate",
+    "default_levels",
+    "fit",
+    "measure",
+    "register",
+]

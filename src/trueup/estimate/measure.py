@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trueup.calibration.correction import LEVEL_SPACING
 from trueup.denoiser import Denoiser, in_parts
 from trueup.errors import DataError, ModelError
 from trueup.estimate.diagnose import check_use
@@ -24,7 +25,6 @@ from trueup.process import NoiseProcess
 from trueup.progress import Progress
 
 IMAGES = 500
-LEVEL_SPACING = 0.4  # in lam; docs/results.md shows what interpolating over it costs
 _AT_ONCE = 2**21  # values of x_t at levels whose bookkeeping is done together; at least one level's
 _CHEAP = 0.1  # seconds: a checkpoint that takes no longer is written after every batch
 _SAVING = 10.0  # others when so many times as long was spent measuring
@@ -154,8 +154,8 @@ def _measure(
 def needs_labels() -> str:
     """What to say of data without labels for a network that takes them."""
     return (
-        "the network is conditional: the data must come with labels, as (image, label) pairs, a column or .npz "
-        "array named `label`, or Images(..., labels=[...])"
+        "the network is conditional: the data must come with labels, as (image, label) pairs, a column or an "
+        ".npz array named `label`, or Images(..., labels=[...])"
     )
 
 

@@ -2,14 +2,17 @@
 
 Per noise level we keep, in the DCT domain, the sums of three vectors and the sums of their products:
 
-    residual   eps_hat - eps
-    eps_hat    the network's output, read as noise
-    u          its input, x_t / sigma
+    residual    eps_hat - eps
+    departure   eps_hat - k u, the network's output, read as noise, less what a linear filter would say
+    u           its input, x_t / sigma
 
-First moments are kept per coefficient, second moments per channel and frequency band. eps and x0 are
+with k = sigma^2 / (alpha^2 + sigma^2), the best filter of data of variance one. At high noise eps_hat is
+nearly u, and all that can be corrected is in their difference: its sums must not be lost in those of u. First
+moments are kept per coefficient, second moments per channel and frequency band. eps_hat, eps and x0 are
 linear in these three, so every estimator (plain, paired, regressed) and both families are functions of
-this one object. Samples are dealt to a fixed number of folds by their index: the folds are what the
-uncertainty and the held-out checks are made from, and adding two `Moments` adds their samples.
+this one object. An evaluation is one row: any sample at any level, in any order. Samples are dealt to
+folds by a hash: the folds are what the uncertainty and the held-out checks are made from. Adding two
+`Moments` adds their samples.
 """
 
 from __future__ import annotations
@@ -17,17 +20,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trueup.bands import Bands
-from trueup.data import Batch
-from trueup.errors import TrueupError
+from trueup.errors import ArtifactError, TrueupError
+from trueup.estimate.stored import KIND, LEVELS, PAIRS, SUMS, pack, unpack
+from trueup.files import load_tensors, save_tensors
+from trueup.noise import hashed
+from trueup.process import NoiseProcess
 
-RESIDUAL, EPS_HAT, U = 0, 1, 2
-PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
+RESIDUAL, DEPARTURE, U = 0, 1, 2
+_DEAL = 0x5EED0F0F01D5  # so that dealing has nothing to do with drawing noise
+_WRAP = (1 << 64) - 1
 
 
 def default_folds(dimensions: int) -> int:
@@ -35,9 +43,25 @@ def default_folds(dimensions: int) -> int:
     return 16 if dimensions <= 2**16 else 8 if dimensions <= 2**17 else 4
 
 
+def fold_of(key: Tensor, folds: int) -> Tensor:
+    """The fold of each int64 key: the rank of its hash among those of its block of `folds` keys.
+
+    Nothing periodic in the data survives it, and consecutive keys still fill the folds evenly: at 20 images a
+    hash alone leaves a quarter of 16 folds empty, and the intervals of what is left are wider by a tenth.
+
+    >>> fold_of(torch.arange(16), 16).sort().values.tolist() == list(range(16))
+    True
+    """
+    block = key - key % folds
+    keys = block[..., None] + torch.arange(folds, device=key.device)  # (..., folds)
+    hashes = hashed(keys, _DEAL)
+    own = hashes.gather(-1, (key % folds)[..., None])
+    return (hashes < own).sum(-1)
+
+
 @dataclass(eq=False, repr=False)
 class Moments:
-    """Sums over samples, by fold and noise level. See the module's text."""
+    """Sums over evaluations, by class, fold and noise level. See the module's text."""
 
     t: Tensor  # (L,) float64, rising
     lam: Tensor  # (L,) float64, falling
@@ -45,56 +69,66 @@ class Moments:
     sigma: Tensor  # (L,)
     shape: tuple[int, ...]
     bands: Bands
-    rows: Tensor  # (F,) evaluations per level, by fold
-    first: Tensor  # (F, L, 3, C, K)
-    second: Tensor  # (F, L, 6, C, bands), in the order of PAIRS
-    images: int = 0
-    draws: int = 1  # noise draws per image: 2 with antithetic noise
-    data_rows: int = 0  # images behind the two sums below; may exceed `images`
-    data_first: Tensor = field(default_factory=lambda: _zeros(0))  # (C, K) sum of dct(x0)
-    data_second: Tensor = field(default_factory=lambda: _zeros(0))  # (C, bands) sum of dct(x0)^2
-    data_digest: int = 0
+    classes: tuple[int, ...]  # empty: one unnamed class, G = 1
+    rows: Tensor  # (G, F, L) sum of weights
+    squares: Tensor  # (G, F, L) sum of squared weights: `rows`, unless something was decayed
+    first: Tensor  # (G, F, L, 3, C, K)
+    second: Tensor  # (G, F, L, 6, C, bands), in the order of PAIRS
+    data_rows: Tensor  # (G, F) samples behind the two sums below
+    data_first: Tensor  # (G, F, C, K) sum of dct(x0)
+    data_second: Tensor  # (G, F, C, bands) sum of dct(x0)^2
+    indices: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # (n,) the samples'
+    digests: Tensor = field(
+        default_factory=lambda: torch.zeros(0, dtype=torch.int64)
+    )  # (n,) what was in them
+    mean_only: int = 0  # of these samples, read for the data's own sums alone
+    data_digest: int = 0  # sum of all digests, modulo 2^64
     skipped: list[str] = field(default_factory=list)  # samples left out, and why
     provenance: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def empty(
         cls,
-        t: Tensor,
-        lam: Tensor,
-        alpha: Tensor,
-        sigma: Tensor,
+        process: NoiseProcess,
+        t: Tensor | Sequence[float],
         shape: Sequence[int],
         *,
         folds: int | None = None,
         edges: Sequence[float] | None = None,
-        draws: int = 1,
+        classes: Sequence[int] = (),
         provenance: dict[str, Any] | None = None,
     ) -> Moments:
-        """No samples yet."""
-        shape = tuple(shape)
+        """No samples yet, at rising times `t` of a process."""
+        shape, classes = tuple(shape), tuple(int(y) for y in classes)
+        t = torch.as_tensor(t, dtype=torch.float64).cpu()
         bands = Bands(shape[1:], edges)
-        folds = folds or default_folds(math.prod(shape))
-        channels, size, levels = shape[0], math.prod(shape[1:]), len(t)
-        if levels < 1:
+        if len(t) < 1:
             raise TrueupError("needs at least one noise level")
-        if levels > 1 and not (t.diff() > 0).all():
+        if len(t) > 1 and not (t.diff() > 0).all():
             raise TrueupError("noise levels must be given by rising, distinct times")
-        t, lam, alpha, sigma = (v.to(torch.float64).cpu() for v in (t, lam, alpha, sigma))
+        if len(set(classes)) != len(classes):
+            raise TrueupError("a class is named twice")
+        cells = (max(len(classes), 1), folds or default_folds(math.prod(shape)))
+        channels, size = shape[0], math.prod(shape[1:])
+        dims = {
+            "rows": (len(t),),
+            "squares": (len(t),),
+            "first": (len(t), 3, channels, size),
+            "second": (len(t), len(PAIRS), channels, bands.count),
+            "data_rows": (),
+            "data_first": (channels, size),
+            "data_second": (channels, bands.count),
+        }
         return cls(
             t=t,
-            lam=lam,
-            alpha=alpha,
-            sigma=sigma,
+            lam=process.lam(t),
+            alpha=process.alpha(t),
+            sigma=process.sigma(t),
             shape=shape,
             bands=bands,
-            rows=_zeros(folds),
-            first=_zeros(folds, levels, 3, channels, size),
-            second=_zeros(folds, levels, len(PAIRS), channels, bands.count),
-            draws=draws,
-            data_first=_zeros(channels, size),
-            data_second=_zeros(channels, bands.count),
-            provenance=dict(provenance or {}),
+            classes=classes,
+            provenance={"process": process.settings(), **(provenance or {})},
+            **{name: torch.zeros(*cells, *rest, dtype=torch.float64) for name, rest in dims.items()},
         )
 
     @property
@@ -105,87 +139,228 @@ class Moments:
     @property
     def folds(self) -> int:
         """How many folds samples are dealt to."""
-        return len(self.rows)
+        return self.rows.shape[1]
 
-    def add(self, levels: slice, index: Tensor, eps_hat: Tensor, eps: Tensor, u: Tensor) -> None:
-        """Add a batch at some levels, (levels, B, C, *spatial) each; once at all of them, `count_rows`.
+    @property
+    def filter_gain(self) -> Tensor:
+        """The k of every level, (L,): eps_hat = departure + k u."""
+        return 1 / (1 + (2 * self.lam).exp())
 
-        Everything stays on the device of the sums, and nothing waits for it.
+    @property
+    def effective(self) -> Tensor:
+        """How many evaluations of equal weight each level's sums are worth, (L,)."""
+        rows, squares = self.rows.sum((0, 1)), self.squares.sum((0, 1))
+        return rows.square() / squares.clamp_min(1e-300)
+
+    @property
+    def images(self) -> int:
+        """How many samples were evaluated; where they were not noted, what the best level's are worth."""
+        if len(self.indices):
+            return len(self.indices) - self.mean_only
+        return round(float(self.effective.max()))
+
+    @property
+    def data_images(self) -> int:
+        """How many samples are behind the data's own sums."""
+        return len(self.indices) or round(float(self.data_rows.sum()))
+
+    def add(
+        self,
+        level: Tensor,
+        index: Tensor,
+        eps_hat: Tensor,
+        eps: Tensor,
+        u: Tensor,
+        *,
+        y: Tensor | None = None,
+        group: Tensor | None = None,
+    ) -> None:
+        """Add evaluations, a row each: level (B,) among the L, global sample index (B,), (B, C, *spatial).
+
+        Samples of one `group` (B,) share a fold. Everything happens on the device of the sums, and nothing
+        waits for it but the check that labels `y` are among `classes`.
         """
-        vectors = torch.stack([eps_hat - eps, eps_hat, u], 2)  # (l, B, 3, C, *spatial)
-        z = self.bands.dct(vectors.float()).flatten(4)  # (l, B, 3, C, K)
-        fold = (index % self.folds).to(self.first.device, non_blocking=True)
-        member = (torch.arange(self.folds, device=fold.device)[:, None] == fold).to(self.first)  # (F, B)
-        products = torch.cat([z[:, :, i : i + 1] * z[:, :, i:] for i in range(3)], 2)  # in the order of PAIRS
-        products = products @ self.bands.indicator(z)  # (l, B, 6, C, bands)
-        sums = (self.first, self.second)
-        added = [member @ terms.to(self.first).flatten(2) for terms in (z, products)]  # (l, F, ...)
-        for total, more in zip(sums, added, strict=True):  # all of it, or, out of memory, nothing
-            total[:, levels] += more.transpose(0, 1).reshape(total[:, levels].shape)
+        level = level.to(self.first.device, torch.int64, non_blocking=True)
+        if (
+            level.device.type == "cpu"
+            and len(level)
+            and not 0 <= int(level.min()) <= int(level.max()) < self.levels
+        ):
+            raise TrueupError(f"level is a position among the {self.levels} noise levels, counted from 0")
+        cell = self._cell(index, y, group) * self.levels + level
+        k = self.filter_gain.to(level.device, torch.float32)[level].reshape(-1, *[1] * (u.dim() - 1))
+        vectors = torch.stack([eps_hat - eps, eps_hat - k * u, u], 1)  # (B, 3, C, *spatial)
+        z = self.bands.dct(vectors.to(self.first.device).float()).flatten(3)  # (B, 3, C, K)
+        products = torch.cat([z[:, i : i + 1] * z[:, i:] for i in range(3)], 1)  # in the order of PAIRS
+        products = products @ self.bands.indicator(z)  # (B, 6, C, bands)
+        one = torch.ones(len(cell), dtype=torch.float64, device=z.device)
+        terms = (one, one, z.double(), products.double())  # all of them, or, out of memory, nothing is added
+        for name, term in zip(("rows", "squares", "first", "second"), terms, strict=True):
+            getattr(self, name).flatten(0, 2).index_add_(0, cell, term)
+
+    def add_samples(
+        self,
+        index: Tensor,
+        x0: Tensor,
+        digests: Sequence[int] | Tensor | None,
+        *,
+        y: Tensor | None = None,
+        group: Tensor | None = None,
+        mean_only: bool = False,
+    ) -> None:
+        """Add samples (B, C, *spatial) to the data's own sums, and note them by index and digest.
+
+        digests None: samples are not tracked, as in a training loop that sees them again and again.
+        """
+        cell = self._cell(index, y, group)
+        z = self.bands.dct(x0.to(self.first.device).float()).flatten(2).double()  # (B, C, K)
+        terms = (torch.ones(len(cell), dtype=torch.float64, device=z.device), z, self.bands.sum(z.square()))
+        for name, term in zip(("data_rows", "data_first", "data_second"), terms, strict=True):
+            getattr(self, name).flatten(0, 1).index_add_(0, cell, term)
+        if digests is not None:
+            values = [_signed(int(value)) for value in digests]
+            self.indices = torch.cat([self.indices, index.to("cpu", torch.int64)])
+            self.digests = torch.cat([self.digests, torch.tensor(values, dtype=torch.int64)])
+            self.mean_only += len(values) if mean_only else 0
+            self.data_digest = (self.data_digest + sum(values)) & _WRAP
+
+    def _cell(self, index: Tensor, y: Tensor | None, group: Tensor | None) -> Tensor:
+        """Class and fold of each row, as one number."""
+        key = (index if group is None else group).to(self.first.device, torch.int64, non_blocking=True)
+        fold = fold_of(key, self.folds)
+        if not self.classes:
+            return fold
+        if y is None:
+            raise TrueupError("these moments are kept by class: every sample needs its label y")
+        same = y.reshape(-1, 1) == torch.tensor(self.classes, device=y.device)  # (B, G)
+        if not same.any(1).all():
+            stray = y.flatten()[~same.any(1)][0].item()
+            raise TrueupError(f"label {stray} is not among the classes {_few(self.classes)}")
+        return same.int().argmax(1).to(key.device) * self.folds + fold
 
     def to(self, device: torch.device | str) -> Moments:
         """The same sums on another device."""
-        return replace(self, first=self.first.to(device), second=self.second.to(device))
+        return replace(self, **{name: getattr(self, name).to(device) for name in SUMS})
 
-    def count_rows(self, index: Tensor) -> None:
-        """Count a batch of samples that went through `add` at every level."""
-        fold = (index % self.folds).cpu()
-        self.rows.index_add_(0, fold, torch.full((len(fold),), float(self.draws), dtype=torch.float64))
-        self.images += len(index)
-
-    def add_data(self, batch: Batch) -> None:
-        """Add a batch to the data's own moments, which need no network."""
-        z = self.bands.dct(batch.x0.float()).flatten(2).to("cpu", torch.float64)  # (B, C, K)
-        self.data_rows += len(batch.x0)
-        self.data_first += z.sum(0)
-        self.data_second += self.bands.sum(z.square()).sum(0)
-        self.data_digest = (self.data_digest + sum(batch.digests)) & ((1 << 64) - 1)
+    def decay(self, factor: float) -> None:
+        """Let everything so far count `factor` times as much, in place: what a moving average forgets."""
+        if not 0 < factor <= 1:
+            raise TrueupError(f"a decay is above 0 and at most 1, not {factor!r}")
+        for name in SUMS:
+            getattr(self, name).mul_(factor**2 if name == "squares" else factor)
 
     def __add__(self, other: Moments) -> Moments:
-        """The moments of both sets of samples, which must not overlap: later images, or another rank's."""
+        """The moments of both sets of samples: later images, or another machine's. They must not overlap."""
         same = (
             self.shape == other.shape
             and self.bands.edges == other.bands.edges
             and self.folds == other.folds
-            and self.draws == other.draws
-            and self.levels == other.levels
-            and torch.allclose(self.t, other.t, rtol=0, atol=0)
+            and self.classes == other.classes
+            and torch.equal(self.t, other.t)
             and self.provenance == other.provenance
         )
         if not same:
             raise TrueupError("moments measured with other settings cannot be added")
-        sums = ("rows", "first", "second", "images", "data_rows", "data_first", "data_second", "skipped")
-        added = {name: getattr(self, name) + getattr(other, name) for name in sums}
-        return replace(self, **added, data_digest=(self.data_digest + other.data_digest) & ((1 << 64) - 1))
-
-    def without(self, fold: int) -> Moments:
-        """Everything but one fold: what a held-out check is fitted on."""
-        keep = torch.arange(self.folds) != fold
-        return self._select(keep)
-
-    def only(self, fold: int) -> Moments:
-        """One fold alone: what it is checked on."""
-        return self._select(torch.arange(self.folds) == fold)
-
-    def used(self) -> Moments:
-        """Only the folds that hold samples."""
-        return self._select(self.rows > 0)
-
-    def _select(self, keep: Tensor) -> Moments:
-        rows = self.rows[keep]
-        images = round(float(rows.sum()) / self.draws)
-        r, o, u = self.first[~keep, 0].sum(0)  # x0 = (sigma/alpha) (u - eps), and eps = eps_hat - residual
-        dropped = float(self.sigma[0] / self.alpha[0]) * (u - o + r) / self.draws
+        noted = [bool(len(part.indices)) for part in (self, other) if part.rows.any() or part.data_rows.any()]
+        if len(set(noted)) > 1:
+            raise TrueupError("only one of these moments says which samples it holds: they may overlap")
+        shared = _shared(self.indices, other.indices)
+        if shared is not None:
+            raise TrueupError(f"both hold sample {shared}: shards need indices of their own")
+        if _shared(self.digests, other.digests) is not None:
+            raise TrueupError("the same image is in both: count it once")
+        added = {name: getattr(self, name) + getattr(other, name).to(self.first.device) for name in SUMS}
         return replace(
             self,
-            rows=rows,
-            first=self.first[keep],
-            second=self.second[keep],
-            images=images,
-            data_rows=self.data_rows - (self.images - images),
-            data_first=self.data_first - dropped,
+            **added,
+            indices=torch.cat([self.indices, other.indices]),
+            digests=torch.cat([self.digests, other.digests]),
+            mean_only=self.mean_only + other.mean_only,
+            data_digest=(self.data_digest + other.data_digest) & _WRAP,
+            skipped=self.skipped + other.skipped,
         )
 
+    def pooled(self) -> Moments:
+        """All classes as one."""
+        if not self.classes:
+            return self
+        return replace(self, classes=(), **{name: getattr(self, name).sum(0, keepdim=True) for name in SUMS})
 
-def _zeros(*dims: int) -> Tensor:
-    return torch.zeros(*dims, dtype=torch.float64)
+    def of_class(self, y: int) -> Moments:
+        """The samples of one class alone."""
+        if y not in self.classes:
+            raise TrueupError(f"label {y} is not among the classes {_few(self.classes)}")
+        one = slice(self.classes.index(y), self.classes.index(y) + 1)
+        return self._unnoted(classes=(), **{name: getattr(self, name)[one] for name in SUMS})
+
+    def used(self) -> Moments:
+        """Classes pooled, and only the folds that hold samples at some level."""
+        pooled = self.pooled()
+        held = (pooled.rows > 0).any(2)[0]
+        return pooled if held.all() else replace(pooled, **_sums(pooled, held))
+
+    def only(self, fold: int) -> Moments:
+        """One fold alone: what a held-out fit is checked on."""
+        return self._unnoted(**_sums(self, slice(fold, fold + 1)))
+
+    def without(self, fold: int) -> Moments:
+        """Everything but one fold, as one: what a held-out check is fitted on."""
+        others = torch.arange(self.folds, device=self.rows.device) != fold
+        return self._unnoted(**{name: v.sum(1, keepdim=True) for name, v in _sums(self, others).items()})
+
+    def at_levels(self, keep: Tensor) -> Moments:
+        """Some of the levels alone."""
+        of_levels = {name: getattr(self, name)[keep] for name in LEVELS}
+        sums = {name: getattr(self, name)[:, :, keep] for name in ("rows", "squares", "first", "second")}
+        return replace(self, **of_levels, **sums)
+
+    def of_equal_weight(self) -> Moments:
+        """The same means, with the sum of weights at each level the number of samples it is worth."""
+        if torch.equal(self.rows, self.squares):
+            return self
+        scale = self.effective / self.rows.sum((0, 1)).clamp_min(1e-300)  # (L,)
+        wide = scale[:, None, None, None]
+        rows = self.rows * scale
+        return replace(self, rows=rows, squares=rows, first=self.first * wide, second=self.second * wide)
+
+    def _unnoted(self, **changed: Any) -> Moments:
+        """A part of the samples; which ones is not known."""
+        none = torch.zeros(0, dtype=torch.int64)
+        return replace(self, indices=none, digests=none, mean_only=0, data_digest=0, **changed)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write one file, from which `load` makes the same moments."""
+        meta, tensors = pack(self)
+        try:
+            unpack(meta, tensors)
+        except ArtifactError as error:
+            raise ArtifactError(f"cannot save these moments: {error}") from None
+        save_tensors(path, KIND, meta, tensors)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Moments:
+        """Read moments; what is damaged or makes no sense raises ArtifactError with the reason."""
+        meta, tensors = load_tensors(path, KIND)
+        try:
+            return cls(**unpack(meta, tensors))
+        except ArtifactError as error:
+            raise ArtifactError(f"{path}: {error}") from None
+
+
+def _sums(moments: Moments, folds: Tensor | slice) -> dict[str, Tensor]:
+    return {name: getattr(moments, name)[:, folds] for name in SUMS}
+
+
+def _shared(one: Tensor, other: Tensor) -> int | None:
+    """A value that both hold."""
+    found = one[torch.isin(one, other)]
+    return int(found[0]) if len(found) else None
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 == 1 else value
+
+
+def _few(classes: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, classes[:8]))
+    return shown + (f", ... ({len(classes)} in all)" if len(classes) > 8 else "")

@@ -1,7 +1,7 @@
 """Closed-form estimates from moments: means, slopes, and their noise. No shrinking here.
 
-A combination is a tensor (3, L, C, bands): the weights of (residual, eps_hat, u), constant within a
-channel's band. eps and x0 are combinations too, so controls cost nothing.
+A combination is a tensor (3, L, C, bands): the weights of (residual, departure, u), constant within a
+channel's band. eps_hat, eps and x0 are combinations too, so controls cost nothing.
 """
 
 from __future__ import annotations
@@ -11,33 +11,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trueup.estimate.moments import EPS_HAT, PAIRS, RESIDUAL, Moments, U
+from trueup.estimate.moments import DEPARTURE, PAIRS, RESIDUAL, Moments, U
 from trueup.parametrization import Parametrization
 
 _PRECISION = 1e-5  # products are summed from float32: a fit cannot be trusted further than this
-_ABSENT = 1e-9  # a regressor with less than this share of its parent's power is rounding error
+_ABSENT = (
+    1e-3  # share of the departure's power below which sums of float32 products do not resolve an innovation
+)
+_SHARPNESS = 4.0  # how soon the better of two estimates of the mean takes over; see `mean_residual`
 
 
 class Centred:
-    """Means and centred second moments, in all and by fold."""
+    """Means and centred second moments, in all and by fold, of moments of equal weight and one class."""
 
     def __init__(self, moments: Moments):
         self.moments = moments
         bands = moments.bands
-        self.rows = moments.rows  # (F,)
-        self.n = float(moments.rows.sum())
-        self.mean = moments.first.sum(0) / self.n  # (L, 3, C, K)
-        folds, levels, _, channels, _ = moments.first.shape
+        self.rows = moments.rows[0]  # (F, L)
+        self.first, self.second = moments.first[0], moments.second[0]
+        self.n = self.rows.sum(0)[:, None, None].clamp_min(1e-300)  # (L, 1, 1)
+        self.mean = self.first.sum(0) / self.n[..., None]  # (L, 3, C, K)
+        folds, levels, _, channels, _ = self.first.shape
         by_fold = torch.zeros(folds, 3, 3, levels, channels, bands.count, dtype=torch.float64)
-        rows = moments.rows.reshape(-1, 1, 1, 1)
+        rows = self.rows[:, :, None, None]
         for index, (i, j) in enumerate(PAIRS):
-            cross = bands.sum(
-                moments.first[:, :, i] * self.mean[:, j] + moments.first[:, :, j] * self.mean[:, i]
-            )
+            cross = bands.sum(self.first[:, :, i] * self.mean[:, j] + self.first[:, :, j] * self.mean[:, i])
             centre = bands.sum(self.mean[:, i] * self.mean[:, j])
-            by_fold[:, i, j] = by_fold[:, j, i] = moments.second[:, :, index] - cross + rows * centre
+            by_fold[:, i, j] = by_fold[:, j, i] = self.second[:, :, index] - cross + rows * centre
         self.by_fold = by_fold
-        self.residual_power = moments.second[:, :, 0].sum(0)  # (L, C, bands), not centred
+        self.residual_power = self.second[:, :, 0].sum(0)  # (L, C, bands), not centred
         self.total = by_fold.sum(0)  # (3, 3, L, C, bands)
 
     def unit(self, vector: int) -> Tensor:
@@ -46,9 +48,13 @@ class Centred:
         out[vector] = 1.0
         return out
 
+    def eps_hat(self) -> Tensor:
+        """The combination that is the network's output."""
+        return self.unit(DEPARTURE) + self.moments.filter_gain[:, None, None] * self.unit(U)
+
     def eps(self) -> Tensor:
         """The combination that is the noise itself."""
-        return self.unit(EPS_HAT) - self.unit(RESIDUAL)
+        return self.eps_hat() - self.unit(RESIDUAL)
 
     def x0(self) -> Tensor:
         """The combination that is the data."""
@@ -71,7 +77,7 @@ class Centred:
     def fold_sums(self, combination: Tensor) -> Tensor:
         """Sum of a combination over each fold's samples, (F, L, C, K)."""
         weights = self.moments.bands.spread(combination)
-        return torch.einsum("ilck,flick->flck", weights, self.moments.first)
+        return torch.einsum("ilck,flick->flck", weights, self.first)
 
 
 @dataclass
@@ -89,26 +95,30 @@ def slopes(centred: Centred) -> tuple[Slope, Slope, Tensor]:
     The two regressors are nearly one at high noise. Their difference is what matters there, so it is the
     innovation that is regressed on: it is uncorrelated with u, and each slope is a one-line division.
     """
-    residual, u = centred.unit(RESIDUAL), centred.unit(U)
+    residual, departure, u = (centred.unit(vector) for vector in (RESIDUAL, DEPARTURE, U))
     u_power = centred.dot(u, u)
-    rho = _divide(centred.dot(centred.unit(EPS_HAT), u), u_power)
-    innovation = centred.unit(EPS_HAT) - rho * u
-    out_power = centred.dot(centred.unit(EPS_HAT), centred.unit(EPS_HAT))
+    on_departure = divide(centred.dot(departure, u), u_power)
+    rho = on_departure + centred.moments.filter_gain[:, None, None]
+    innovation = departure - on_departure * u
+    out_power = centred.dot(departure, departure)
     i_power = centred.dot(innovation, innovation)
-    i_power = torch.where(i_power > _ABSENT * out_power, i_power, torch.zeros_like(i_power))
-    on_innovation = _divide(centred.dot(residual, innovation), i_power)
-    on_u = _divide(centred.dot(residual, u), u_power)
+    least = _ABSENT * out_power
+    present = divide(i_power - least, least).clamp(0.0, 1.0)  # zero where it is not resolved
+    i_power = torch.maximum(i_power, least)
+    on_innovation = present * divide(centred.dot(residual, innovation), i_power)
+    on_u = divide(centred.dot(residual, u), u_power)
     rest = residual - on_innovation * innovation - on_u * u
     sizes = centred.moments.bands.sizes.to(torch.float64)
     freedom = (centred.n * sizes - sizes - 2).clamp_min(1.0)
     unexplained = torch.maximum(centred.dot(rest, rest), _PRECISION * centred.dot(residual, residual))
     unexplained = unexplained.clamp_min(0.0) + _PRECISION**2 * centred.residual_power
     variance = unexplained / freedom
-    pair = []
-    for value, direction, power in ((on_innovation, innovation, i_power), (on_u, u, u_power)):
-        influence = _divide(centred.fold_dot(rest, direction), power)
-        pair.append(Slope(value, _divide(variance, power), influence))
-    return pair[0], pair[1], rho
+    influence = present * divide(centred.fold_dot(rest, innovation), i_power)
+    return (
+        Slope(on_innovation, divide(variance, i_power), influence),
+        Slope(on_u, divide(variance, u_power), divide(centred.fold_dot(rest, u), u_power)),
+        rho,
+    )
 
 
 @dataclass
@@ -128,56 +138,64 @@ def mean_residual(
 
     `plain` is the paper's average of outputs, `paired` averages output minus target, `regressed` takes out
     what the known-mean controls explain: eps, and x0 where the data's mean is known from more images than
-    were run. `shrunk` takes per channel and band whichever of the last two has the smaller variance.
+    were run. `shrunk` takes out the part of them, per channel and band, that the variances V of the two
+    before favour, V_paired^4 : V_regressed^4: nearly all or nothing, but without a jump.
     """
     moments, n = centred.moments, centred.n
-    zero = torch.zeros_like(centred.mean[:, 0])
     if estimator == "plain":
         alpha, sigma = moments.alpha.reshape(-1, 1, 1), moments.sigma.reshape(-1, 1, 1)
         p, q = parametrization.coefficients(alpha, sigma)
         known = -p * sigma / (alpha * q - sigma * p)  # what the conversion itself pairs, equation 14
-        combination = centred.unit(EPS_HAT) - known * centred.eps()
-        return _mean(centred, combination, zero, zero_extra=True)
-    paired = centred.unit(RESIDUAL) - a * centred.unit(EPS_HAT) - d * centred.unit(U)
-    plain_pair = _mean(centred, paired, zero, zero_extra=True)
-    if estimator == "paired" or n < 4:
+        return _mean(centred, centred.eps_hat() - known * centred.eps())
+    # a eps_hat + d u, written so that a and d that undo each other leave no rounding error behind
+    on_u = d + a * moments.filter_gain[:, None, None]
+    paired = centred.unit(RESIDUAL) - a * centred.unit(DEPARTURE) - on_u * centred.unit(U)
+    plain_pair = _mean(centred, paired)
+    if estimator == "paired":
         return plain_pair
     eps, x0 = centred.eps(), centred.x0()
-    extra_images = moments.data_rows - moments.images
-    on_eps = _divide(centred.dot(paired, eps), centred.dot(eps, eps))
-    combination, offset, extra = paired - on_eps * eps, zero, torch.zeros_like(plain_pair.variance)
-    if extra_images > 0:
-        on_x0 = _divide(centred.dot(combination, x0), centred.dot(x0, x0))
-        combination = combination - on_x0 * x0
-        offset = moments.bands.spread(on_x0) * (moments.data_first / moments.data_rows)
-        sizes = moments.bands.sizes.to(torch.float64)
-        extra = on_x0.square() * centred.dot(x0, x0) / (n * sizes) / moments.data_rows
-    regressed = _mean(centred, combination, offset, zero_extra=False)
-    regressed.variance = regressed.variance + extra
+    on_eps = divide(centred.dot(paired, eps), centred.dot(eps, eps))
+    data_rows = float(moments.data_rows.sum())
+    more = ((data_rows - n).round() > 0).to(n)  # levels that ran fewer images than the data's mean is from
+    x0_power = centred.dot(x0, x0)
+    on_x0 = more * divide(centred.dot(paired - on_eps * eps, x0), x0_power)
+    data_mean = moments.data_first.sum((0, 1)) / max(data_rows, 1.0)
+    x0_variance = x0_power.clamp_min(0.0) / (n * moments.bands.sizes) / max(data_rows, 1.0)
+
+    def controlled(share: Tensor) -> Mean:
+        of_x0 = share * on_x0
+        mean = _mean(
+            centred,
+            paired - share * on_eps * eps - of_x0 * x0,
+            moments.bands.spread(of_x0) * data_mean,
+            share,
+        )
+        mean.variance = mean.variance + of_x0.square() * x0_variance
+        return mean
+
+    enough = (n - 4.0).round() >= 0  # samples, to fit two controls to
+    regressed = controlled(enough.to(n).expand_as(on_eps))
     if estimator == "regressed":
         return regressed
-    better = regressed.variance < plain_pair.variance  # (L, C, bands)
-    wide = moments.bands.spread(better)
-    return Mean(
-        torch.where(wide, regressed.value, plain_pair.value),
-        torch.where(better, regressed.variance, plain_pair.variance),
-        torch.where(better, regressed.combination, plain_pair.combination),
-        torch.where(wide, regressed.offset, plain_pair.offset),
-    )
+    log_ratio = plain_pair.variance.clamp_min(1e-300).log() - regressed.variance.clamp_min(1e-300).log()
+    return controlled(enough * torch.sigmoid(_SHARPNESS * log_ratio))
 
 
-def _mean(centred: Centred, combination: Tensor, offset: Tensor, *, zero_extra: bool) -> Mean:
+def _mean(
+    centred: Centred, combination: Tensor, offset: Tensor | float = 0.0, controls: Tensor | float = 0.0
+) -> Mean:
+    """The mean of a combination; `controls`: how much of two coefficients per band was fitted."""
     sizes = centred.moments.bands.sizes.to(torch.float64)
-    fitted = 0.0 if zero_extra else 2.0 / sizes  # controls cost degrees of freedom, shared by a band
-    freedom = torch.as_tensor(centred.n - 1.0 - fitted, dtype=torch.float64).clamp_min(1.0)
+    freedom = (centred.n - 1.0 - controls * 2.0 / sizes).clamp_min(1.0)
     residual = centred.unit(RESIDUAL)
     power = torch.maximum(centred.dot(combination, combination), _PRECISION * centred.dot(residual, residual))
     power = power.clamp_min(0.0) + _PRECISION**2 * centred.residual_power  # not zero even for constants
-    variance = power / (centred.n * sizes) / freedom
-    return Mean(centred.mean_of(combination) + offset, variance, combination, offset)
+    value = centred.mean_of(combination)
+    offset = torch.zeros_like(value) + offset
+    return Mean(value + offset, power / (centred.n * sizes) / freedom, combination, offset)
 
 
-def _divide(top: Tensor, bottom: Tensor) -> Tensor:
+def divide(top: Tensor, bottom: Tensor) -> Tensor:
     """top/bottom, and 0 where the bottom is 0."""
     safe = torch.where(bottom > 0, bottom, torch.ones_like(bottom))
     return torch.where(bottom > 0, top / safe, torch.zeros_like(top))

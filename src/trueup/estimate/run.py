@@ -47,7 +47,7 @@ class Run(Folder):
         try:
             meta, tensors = load_tensors(self.file, KIND)
             labels = tensors.pop("labels")
-            moments = unpack(meta["moments"], tensors)
+            moments = Moments(**unpack(meta["moments"], tensors))
             signed, settings = meta["signed"], meta["settings"]
             if labels.shape != moments.indices.shape or labels.dtype != torch.int64:
                 raise ArtifactError("its labels are not those of its samples")

@@ -13,8 +13,11 @@ from torch import Tensor
 
 AMPLITUDE_WIDTH = 0.8  # lam over which an amplitude is shared
 AMPLITUDE_SIGMAS = 1.5  # how far below its estimate the amplitude is taken
-LENGTHS = (0.5, 1.2, 3.0, 8.0)  # candidate correlation lengths over lam; the data picks
+AMPLITUDE_ONSET = 0.01  # below this, in units of the noise, an amplitude rises linearly: a root would jump
+LENGTHS = (0.5, 1.2, 3.0, 8.0)  # candidate correlation lengths over lam, averaged by their evidence
+MOST_EVIDENCE = 200.0  # nats that the best of them can be ahead: more would make the average a choice
 CORRELATION_FLOOR = 0.1  # share of noise taken as independent between levels
+SEEN = 0.01  # standard errors: deviations below say nothing of what they correlate with
 POOL_WEIGHT = 40.0  # how many degrees of freedom the correlation pooled over bands counts for
 
 
@@ -27,16 +30,19 @@ def kernel_weights(lam: Tensor, width: float) -> Tensor:
 def noise_correlation(deviations: list[Tensor]) -> Tensor:
     """Correlation of the noise between levels, (bands, L, L), from fold deviations (F, L, columns).
 
-    A band with few coefficients knows its own correlation badly, so each is pulled towards the average.
+    Deviations are in units of their standard error. A band with few coefficients knows its own correlation
+    badly, so each is pulled towards the average; where next to nothing deviates, nothing is known.
     """
     own, weight = [], []
     for deviation in deviations:
         folds, levels, columns = deviation.shape
         rows = deviation.transpose(0, 1).reshape(levels, -1)
-        rows = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-300)
+        size = (rows.square().sum(1, keepdim=True) + SEEN**2 * (folds - 1) * columns).sqrt()
+        rows = rows / size.clamp_min(1e-300)
         own.append(rows @ rows.T)
         weight.append((folds - 1) * columns)
     correlation = torch.stack(own)
+    correlation = correlation + torch.diag_embed(1 - torch.diagonal(correlation, dim1=1, dim2=2))
     share = torch.tensor(weight, dtype=correlation.dtype)[:, None, None]
     correlation = (share * correlation + POOL_WEIGHT * correlation.mean(0)) / (share + POOL_WEIGHT)
     eye = torch.eye(correlation.shape[-1], dtype=correlation.dtype)
@@ -74,7 +80,8 @@ def shrinker(
     local = excess @ weights.T
     spread = torch.einsum("ij,bjk,ik->bi", weights, correlation.square(), weights)
     bound = local - AMPLITUDE_SIGMAS * (2.0 / effective[:, None] * spread).sqrt()
-    amplitude = bound.clamp_min(0.0).sqrt()  # (bands, L)
+    bound = bound.clamp_min(0.0)
+    amplitude = bound / (bound + AMPLITUDE_ONSET).sqrt()  # (bands, L)
     # Posterior mean, equation 21, in coordinates where the noise is white.
     eigenvalue, vector = torch.linalg.eigh(correlation)
     root = eigenvalue.clamp_min(1e-3).sqrt()
@@ -82,8 +89,7 @@ def shrinker(
     colour = (vector * root[:, None, :]) @ vector.transpose(1, 2)
     white_gram = whiten @ in_noise @ whiten
     distance = (lam[:, None] - lam[None, :]).abs()
-    best = torch.zeros(len(noise_sd), dtype=gram.dtype)
-    operator = torch.zeros_like(gram)
+    evidences, candidates = [torch.zeros(len(noise_sd), dtype=gram.dtype)], [torch.zeros_like(gram)]
     for length in LENGTHS:
         scaled = distance * (3**0.5 / length)
         matern = (1 + scaled) * torch.exp(-scaled)
@@ -92,9 +98,10 @@ def shrinker(
         strength = strength.clamp_min(0.0)
         keep = strength / (1 + strength)
         power = torch.einsum("bij,bik,bkj->bj", basis, white_gram, basis)
-        evidence = 0.5 * ((power * keep).sum(1) - columns * strength.log1p().sum(1))
-        candidate = colour @ (basis * keep[:, None, :]) @ basis.transpose(1, 2) @ whiten
-        better = evidence > best  # below zero, no correction at all explains the data better
-        best = torch.where(better, evidence, best)
-        operator = torch.where(better[:, None, None], candidate, operator)
+        evidences.append(0.5 * ((power * keep).sum(1) - columns * strength.log1p().sum(1)))
+        candidates.append(colour @ (basis * keep[:, None, :]) @ basis.transpose(1, 2) @ whiten)
+    # An average over models, no correction at all (evidence 0) among them: equation 21.
+    evidence = torch.stack(evidences)  # (models, bands)
+    cooled = evidence / (1 + evidence.amax(0) / MOST_EVIDENCE)
+    operator = torch.einsum("mb,mbij->bij", cooled.softmax(0), torch.stack(candidates))
     return operator * noise_sd[:, :, None] / noise_sd[:, None, :]

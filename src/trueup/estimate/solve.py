@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -10,21 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trueup.calibration import Calibration, Evidence
-from trueup.correction import Correction
-from trueup.errors import TrueupError
-from trueup.estimate.collect import measure
-from trueup.estimate.confirm import confirmed_scale, cross_validate, realised_scale
+from trueup.bands import band_variance
+from trueup.calibration import Calibration, Correction, Evidence
+from trueup.errors import Argument, TrueupError
+from trueup.estimate.confirm import (
+    NOTHING,
+    confirmed_scale,
+    cross_validate,
+    one_coefficient,
+    realised_scale,
+    score,
+)
+from trueup.estimate.families import FAMILIES, Family
+from trueup.estimate.measure import measure
 from trueup.estimate.moments import Moments
-from trueup.estimate.regress import Centred, Mean, Slope, mean_residual, slopes
+from trueup.estimate.regress import Centred, Mean, Slope, divide, mean_residual
 from trueup.estimate.shrink import effective_columns, kernel_weights, noise_correlation, shrinker
-from trueup.estimate.statistics import mean_and_error, squared_norm, trapezoid_weights
 from trueup.parametrization import Parametrization
-from trueup.process import NoiseProcess
-from trueup.trajectory.marginals import band_variance
+from trueup.statistics import Number, mean_and_error, squared_norm, trapezoid_weights
 
-FAMILIES = ("shift", "spectral", "none")
 ESTIMATORS = ("plain", "paired", "regressed", "shrunk")
+MOST_DIGESTS = 2**19  # images whose digests a file keeps; more would make it large
 PAIRED_FOLDS = (
     1.5  # fold f scores what g fitted and g what f fitted: between 1 (all signal) and 2 (all noise)
 )
@@ -36,133 +43,94 @@ def calibrate(
     model: Any,
     data: Any,
     *,
-    images: int | None = 500,
     family: str = "spectral",
     estimator: str = "shrunk",
     levels: Sequence[float] | Tensor | None = None,
-    mean_images: int = 0,
     seed: int = 0,
-    antithetic: bool = False,
-    batch_size: int | None = None,
-    resize: str | None = None,
-    crop: str | None = None,
-    flip: bool = False,
-    data_range: tuple[float, float] | None = None,
-    edges: Sequence[float] | None = None,
-    scheduler: Any = None,
-    process: NoiseProcess | None = None,
-    parametrization: Parametrization | str | None = None,
-    device: torch.device | str | None = None,
     run: str | PathLike[str] | None = None,
-    skip_bad: bool = False,
+    trust: bool = False,
     progress: bool | None = None,
 ) -> Calibration:
     """Measure a network on images and fit the correction that images it has not seen confirm.
 
-    model: a diffusers pipeline, a diffusers model or saved directory (with `scheduler` if it has none of
-    its own, or `process` and `parametrization` by hand), or a `Denoiser` around any network.
+    model: a diffusers pipeline, a saved directory, a `Denoiser` around any network, or what
+    `trueup.hf.as_denoiser` makes of a diffusers model with its scheduler. data: `Images`, or 500 of a folder,
+    an array, a dataset or whatever else `Images` takes.
 
-    data: a folder of images, .npy/.npz, a tensor, a dataset or an iterable; with labels, for a conditional
-    network, as (image, label) pairs, rows with `image` and `label`, or an .npz with both. resize ("shorter",
-    "exact"), crop ("center"), flip and data_range say how an image becomes a sample; nothing is done unasked.
-
-    images: how many to use, None for all. family: "shift" (the paper's) or "spectral". estimator: "shrunk",
-    or the unshrunk "plain" (the paper's), "paired", "regressed". levels: times of the network's process; the
-    default covers all of it. mean_images: read so many more images for the data's mean alone. antithetic: run
-    every image with its noise and with the noise negated. edges: band edges, see `trueup.bands`. batch_size:
-    found when not given, halved when memory runs out. run: a directory that keeps what was measured, to go on
-    from after an interruption or to add images to. skip_bad: leave out images that cannot be used. progress:
-    show a bar; by default when standard error is a terminal.
+    family: "shift" (the paper's) or "spectral". estimator: "shrunk", or the unshrunk "plain" (the paper's),
+    "paired", "regressed". levels: times of the network's process; the default covers all of it. run: a
+    directory that keeps what was measured, to go on from after an interruption or to add images to. trust:
+    calibrate even if the network seems to be used wrongly. progress: show a bar; by default a bar in a
+    terminal and a line now and then elsewhere.
     """
     _check(family, estimator)
-    moments = measure(
-        model,
-        data,
-        images=images,
-        levels=levels,
-        mean_images=mean_images,
-        seed=seed,
-        antithetic=antithetic,
-        batch_size=batch_size,
-        resize=resize,
-        crop=crop,
-        flip=flip,
-        data_range=data_range,
-        edges=edges,
-        scheduler=scheduler,
-        process=process,
-        parametrization=parametrization,
-        device=device,
-        run=run,
-        skip_bad=skip_bad,
-        progress=progress,
-    )
+    moments = measure(model, data, levels=levels, seed=seed, run=run, trust=trust, progress=progress)
     return fit(moments, family=family, estimator=estimator)
 
 
 def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk") -> Calibration:
-    """Fit a calibration to moments; fast, no network involved."""
+    """Fit a calibration to moments of all classes together; fast, no network involved."""
     _check(family, estimator)
     if moments.images == 0:
         raise TrueupError("these moments hold no samples")
-    moments = moments.used()
-    parametrization = Parametrization(**moments.provenance["parametrization"])
+    noted, moments = moments, _measured(moments.to("cpu").used()).of_equal_weight()
+    parametrization, kind = Parametrization(**moments.provenance["parametrization"]), FAMILIES[family]
+    rows = moments.rows[0]  # (F, L)
+    folds = (rows > 0).sum(0)  # (L,)
+    confirmable = int(folds.min()) >= FEWEST_FOLDS
 
     centred = Centred(moments)
-    shrink = _shrinkage(centred, family, parametrization) if estimator == "shrunk" else None
+    shrink = _shrinkage(centred, kind, parametrization) if estimator == "shrunk" else None
 
     def once(part: Centred) -> Correction:
-        return _estimate(part, family, estimator, parametrization, shrink)
+        return _estimate(part, kind, estimator, parametrization, shrink)
 
     correction = once(centred)
     shift = mean_residual(
-        centred, "paired" if moments.images < 8 else "shrunk", parametrization, *_no_slopes(moments)
+        centred, "paired" if moments.images < 8 else "shrunk", parametrization, *_no_slopes(centred)
     )
-    residual = centred.fold_sums(shift.combination) + moments.rows.reshape(-1, 1, 1, 1) * shift.offset
+    residual = centred.fold_sums(shift.combination) + rows[:, :, None, None] * shift.offset
     held = cross_validate(moments, residual, lambda part: once(Centred(part))) if moments.folds > 1 else None
     scale = torch.ones(moments.levels, moments.bands.count, dtype=torch.float64)
-    if estimator == "shrunk" and (held is None or moments.folds < FEWEST_FOLDS):
+    if estimator == "shrunk" and (held is None or not confirmable):
         scale = 0 * scale
         correction = correction.scaled(scale)
     elif estimator == "shrunk" and held is not None:
-        scale = confirmed_scale(held, moments.rows, moments.images, moments.lam)
+        scale = confirmed_scale(held, moments)
         realised = realised_scale(held, correction, moments, scale)
         correction, scale = correction.scaled(scale), realised
+    correction.support = support(correction, moments)
     weights = trapezoid_weights(moments.lam)
-    dimensions = moments.first.shape[-1] * moments.shape[0]
 
     nothing = torch.full((moments.levels,), torch.nan, dtype=torch.float64)
-    gain, gain_se = nothing, nothing
-    bound, bound_se = nothing[0], nothing[0]
+    gain, bound = Number(nothing, nothing, nothing, nothing), Number(math.nan)
     if held is not None:
         by_fold = held.gain(scale).sum(2)  # (F, L)
-        gain, gain_se = mean_and_error(by_fold, moments.rows)
-        bound, bound_se = mean_and_error(by_fold @ weights, moments.rows)  # equation 26
-        if moments.folds < FEWEST_FOLDS:
-            gain_se, bound_se = nothing, nothing[0]
-        if moments.levels == 1:  # one level says nothing about an integral over all of them
-            bound, bound_se = nothing[0], nothing[0]
-        gain_se, bound_se = PAIRED_FOLDS**0.5 * gain_se, PAIRED_FOLDS**0.5 * bound_se
+        known = PAIRED_FOLDS**0.5 if confirmable else math.nan
+        value, error = mean_and_error(by_fold, rows)
+        gain = Number.of(value, known * error, folds)
+        if moments.levels > 1:  # one level says nothing about an integral over all of them
+            value, error = mean_and_error(by_fold, rows, weights)  # equation 26
+            bound = Number.of(float(value), known * float(error), int(folds.min()))
     gram = torch.einsum("flck,glck->lfg", residual, residual)
-    eta2 = squared_norm(gram, moments.rows)
-    eta_bound = squared_norm(torch.einsum("l,lfg->fg", weights, gram), moments.rows)
-    loss, loss_se = mean_and_error(moments.second[:, :, 0].sum((2, 3)), moments.rows)
+    pairs = (rows.sum(0).square() - rows.square().sum(0)).clamp_min(1e-300)  # (L,)
+    alike = rows.mean(1)  # (F,)
+    level = (alike.sum().square() - alike.square().sum()) / pairs  # as if all levels had the same samples
     evidence = Evidence(
-        images=moments.images,
-        folds=moments.folds,
-        dimensions=dimensions,
-        loss=loss,
-        loss_se=loss_se,
-        eta2=eta2.value,
-        eta2_se=eta2.error,
-        eta2_low=eta2.low,
-        eta2_high=eta2.high,
+        images=noted.images,
+        folds=int(folds.min()),
+        dimensions=math.prod(moments.shape),
+        loss=Number.of(*mean_and_error(centred.second[:, :, 0].sum((2, 3)), rows), folds),
+        eta2=squared_norm(gram, rows.T),
         gain=gain,
-        gain_se=gain_se,
-        shift_se=(moments.draws * shift.variance * moments.bands.sizes).sum((1, 2)).sqrt(),
+        bound_gain=bound,
+        shift_bound_gain=squared_norm(torch.einsum("l,lfg->fg", weights * level, gram), alike)[()],
+        shift_se=(shift.variance * moments.bands.sizes).sum((1, 2)).sqrt(),
         scale=scale,
-        bound_gain=(float(bound), float(bound_se)),
-        shift_bound_gain=(float(eta_bound.value), float(eta_bound.low), float(eta_bound.high)),
+    )
+    data = {name: getattr(noted.used(), name)[0].cpu() for name in ("data_rows", "data_first", "data_second")}
+    variance, variance_se = band_variance(
+        moments.bands, data["data_first"], data["data_second"], data["data_rows"]
     )
     return Calibration(
         correction=correction,
@@ -171,13 +139,45 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
         evidence=evidence,
         family=family,
         estimator=estimator,
-        data_mean=moments.data_first / max(moments.data_rows, 1),
-        data_variance=_data_variance(moments),
-        data_variance_se=_data_variance_error(moments),
-        data_images=moments.data_rows,
-        data_fingerprint=f"{moments.data_digest:016x}",
+        data_mean=data["data_first"].sum(0) / data["data_rows"].sum().clamp_min(1e-300),
+        data_variance=variance,
+        data_variance_se=variance_se,
+        data_images=noted.data_images,
+        data_digests=noted.digests if len(noted.digests) <= MOST_DIGESTS else noted.digests[:0],
         provenance=dict(moments.provenance),
     )
+
+
+def _measured(moments: Moments) -> Moments:
+    """The levels with enough folds to say how sure they are; all, where none has."""
+    enough = (moments.rows[0] > 0).sum(0) >= FEWEST_FOLDS
+    return moments if enough.all() or not enough.any() else moments.at_levels(enough).used()
+
+
+def support(correction: Correction, moments: Moments) -> Tensor:
+    """How far the corrections c_i, c_j of neighbouring levels agree, band by band, (L - 1, bands).
+
+    That is 2 E[c_i c_j] / (E c_i^2 + E c_j^2), with E over the data at both levels: 1 if they are the same,
+    and 0 if one is nothing or they are opposed. Were what they have in common c and the rest independent, it
+    would be the share of c in each, and so how much of their mean to keep where there is no third.
+    """
+    first, second = (slice(None, -1), slice(1, None))
+
+    def norm(which: slice, b: Tensor, a: Tensor, d: Tensor) -> Tensor:
+        """Sum over samples at some levels of the square of a correction, per sample, (L - 1, bands)."""
+        levels = torch.arange(moments.levels)[which]
+        made = Correction(moments.lam[which], b, a, d, moments.bands)
+        part = moments.at_levels(levels)
+        return score(part, made).square.sum(0) / part.rows[0].sum(0)[:, None].clamp_min(1e-300)
+
+    parts = [(part[first], part[second]) for part in (correction.b, correction.a, correction.d)]
+    total, apart = (
+        norm(first, *made) + norm(second, *made)
+        for made in ([i + j for i, j in parts], [i - j for i, j in parts])
+    )
+    # |c_i + c_j|^2 = S + 2P and |c_i - c_j|^2 = S - 2P, with S the sum of squares and P the product: P/(S/2).
+    least = NOTHING**2 * one_coefficient(moments) / moments.rows[0].sum(0)[:, None].clamp_min(1e-300)
+    return divide(total - apart, total + apart + least[first] + least[second]).clamp(0.0, 1.0)
 
 
 def _check(family: str, estimator: str) -> None:
@@ -185,12 +185,16 @@ def _check(family: str, estimator: str) -> None:
         raise TrueupError(f"unknown family {family!r}; choose from {', '.join(FAMILIES)}")
     if estimator not in ESTIMATORS:
         raise TrueupError(f"unknown estimator {estimator!r}; choose from {', '.join(ESTIMATORS)}")
-    if family == "spectral" and estimator == "plain":
-        raise TrueupError("plain is the paper's estimator of a constant shift: use family='shift' with it")
+    if FAMILIES[family].slopes is not None and estimator == "plain":
+        raise TrueupError(
+            "plain is the paper's estimator of a constant shift",
+            "use {} with it",
+            Argument("family", "shift"),
+        )
 
 
-def _no_slopes(moments: Moments) -> tuple[Tensor, Tensor]:
-    zero = torch.zeros_like(moments.second[0, :, 0])  # (L, C, bands)
+def _no_slopes(centred: Centred) -> tuple[Tensor, Tensor]:
+    zero = torch.zeros_like(centred.second[0, :, 0])  # (L, C, bands)
     return zero, zero
 
 
@@ -204,20 +208,24 @@ class Shrinkage:
 
 
 def _estimate(
-    centred: Centred, family: str, estimator: str, parametrization: Parametrization, shrink: Shrinkage | None
+    centred: Centred,
+    family: Family,
+    estimator: str,
+    parametrization: Parametrization,
+    shrink: Shrinkage | None,
 ) -> Correction:
     """Slopes and mean residual, shrunk and smoothed where operators are given; equations 14 to 18 and 21."""
     moments = centred.moments
-    a, d = _no_slopes(moments)
-    if family == "none":
-        return Correction(moments.lam, torch.zeros_like(moments.first[0, :, 0]), a, d, moments.bands)
-    if family == "spectral" and moments.images > 2:
-        innovation, on_u, rho = slopes(centred)
+    a, d = _no_slopes(centred)
+    if family.slopes is not None and moments.images > 2:
+        innovation, on_u, rho = family.slopes(centred)
         a, on_input = innovation.value, on_u.value
         if shrink is not None:
             a = torch.einsum("blm,mcb->lcb", shrink.innovation, a)
             on_input = torch.einsum("blm,mcb->lcb", shrink.u, on_input)
         d = on_input - rho * a
+    if not family.constant:
+        return Correction(moments.lam, torch.zeros_like(centred.first[0, :, 0]), a, d, moments.bands)
     b = mean_residual(centred, estimator, parametrization, a, d).value
     if shrink is not None:
         b = _apply_by_band(shrink.mean, b, moments)
@@ -231,7 +239,7 @@ def _apply_by_band(operator: Tensor, b: Tensor, moments: Moments) -> Tensor:
     return out
 
 
-def _shrinkage(centred: Centred, family: str, parametrization: Parametrization) -> Shrinkage:
+def _shrinkage(centred: Centred, family: Family, parametrization: Parametrization) -> Shrinkage:
     """Choose the operators from all images; held-out fits reuse them on their own estimates.
 
     Choosing them anew without each fold would let a fold's own support decide how much of it is kept, which
@@ -242,9 +250,9 @@ def _shrinkage(centred: Centred, family: str, parametrization: Parametrization) 
     shrink = Shrinkage(nothing, nothing, nothing)
     if moments.folds < 2:
         return shrink
-    a, d = _no_slopes(moments)
-    if family == "spectral" and moments.images > 2:
-        innovation, on_u, rho = slopes(centred)
+    a, d = _no_slopes(centred)
+    if family.slopes is not None and moments.images > 2:
+        innovation, on_u, rho = family.slopes(centred)
         shrink.innovation = _slope_operator(innovation, moments)
         shrink.u = _slope_operator(on_u, moments)
         a = torch.einsum("blm,mcb->lcb", shrink.innovation, innovation.value)
@@ -264,9 +272,8 @@ def _slope_operator(slope: Slope, moments: Moments) -> Tensor:
     variance = model * (weights @ excess).clamp_min(1.0)
     sd = torch.where(variance > 0, variance, torch.ones_like(variance)).sqrt().T  # absent slopes are zero
     columns = torch.full((bands,), float(channels), dtype=torch.float64)
-    effective = torch.tensor(
-        [effective_columns(influence[k] / sd[k][None, :, None]) for k in range(bands)], dtype=torch.float64
-    )
+    influence = [part / sd[k][None, :, None] * folds**0.5 for k, part in enumerate(influence)]
+    effective = torch.tensor([effective_columns(part) for part in influence], dtype=torch.float64)
     gram = torch.einsum("lcb,mcb->blm", slope.value, slope.value)
     return shrinker(gram, sd, noise_correlation(influence), columns, effective, moments.lam)
 
@@ -274,48 +281,16 @@ def _slope_operator(slope: Slope, moments: Moments) -> Tensor:
 def _mean_operator(mean: Mean, centred: Centred) -> Tensor:
     """For the map, band by band; a band's coefficients and channels are the columns."""
     moments = centred.moments
-    rows = moments.rows.reshape(-1, 1, 1, 1)
-    fold_means = centred.fold_sums(mean.combination) / rows + mean.offset
-    deviations = (fold_means - mean.value) * rows.sqrt()  # (F, L, C, K)
+    rows = centred.rows[:, :, None, None]
+    deviations = centred.fold_sums(mean.combination) + rows * (mean.offset - mean.value)  # (F, L, C, K)
+    sd = mean.variance.mean(1).clamp_min(1e-300).sqrt()  # (L, bands)
+    # Sums of rows_f samples: divided by their own standard deviation they are of size one.
+    size = (rows * centred.n).sqrt() * sd[:, None, :]
+    deviations = divide(deviations, moments.bands.spread(size))
     members = moments.bands.members
     by_band = [deviations[..., index].flatten(2) for index in members]
     values = [mean.value[..., index].flatten(1) for index in members]  # (L, C * size)
-    variance = mean.variance.mean(1)  # (L, bands)
-    if moments.draws > 1:  # two draws of one image are not two images: let the folds say
-        scatter = torch.stack([part.square().mean(2).sum(0) for part in by_band], 1)
-        scatter = scatter / (moments.folds - 1) / centred.n
-        ratio = scatter / variance.clamp_min(1e-300)
-        variance = variance * (kernel_weights(moments.lam, INFLATION_WIDTH) @ ratio)
-    sd = variance.clamp_min(1e-300).sqrt().T  # (bands, L)
     gram = torch.stack([value @ value.T for value in values])
     columns = torch.tensor([value.shape[1] for value in values], dtype=torch.float64)
-    effective = torch.tensor(
-        [effective_columns(part / sd[k][None, :, None]) for k, part in enumerate(by_band)],
-        dtype=torch.float64,
-    )
-    return shrinker(gram, sd, noise_correlation(by_band), columns, effective, moments.lam)
-
-
-def _data_variance(moments: Moments) -> Tensor:
-    """Variance of the data per channel and band about its mean map, one coefficient's, (C, bands)."""
-    n = max(moments.data_rows, 1)
-    mean = moments.data_first / n
-    power = moments.data_second / n - moments.bands.sum(mean.square())
-    return power.clamp_min(0.0) / moments.bands.sizes * (n / max(n - 1, 1))
-
-
-def _data_variance_error(moments: Moments) -> Tensor:
-    """Standard error of the data's variance, (C, bands), from the scatter of folds.
-
-    Moments hold no sums of x0 by fold, but x0 = (sigma/alpha) (u - eps_hat + residual) at any level. Where
-    all levels are so noisy that little of x0 is left in them, the error is that of Gaussian data.
-    """
-    if float(moments.alpha[0]) < 0.1 * float(moments.sigma[0]):
-        return _data_variance(moments) * (2 / max(moments.data_rows, 1)) ** 0.5
-    scale = float(moments.sigma[0] / moments.alpha[0])
-    r, o, u = (moments.first[:, 0, i] for i in range(3))  # (F, C, K)
-    rr, ro, ru, oo, ou, uu = (moments.second[:, 0, i] for i in range(6))  # (F, C, bands)
-    first, second = scale * (u - o + r), scale**2 * (uu + oo + rr - 2 * ou + 2 * ru - 2 * ro)
-    mean = first.sum(0) / moments.rows.sum()
-    _, error = band_variance(moments.bands, mean, first, second, moments.rows)
-    return error * (moments.images / max(moments.data_rows, 1)) ** 0.5
+    effective = torch.tensor([effective_columns(part) for part in by_band], dtype=torch.float64)
+    return shrinker(gram, sd.T, noise_correlation(by_band), columns, effective, moments.lam)

@@ -17,7 +17,7 @@ _AT_ONCE = 16  # an autoencoder takes more memory than the network
 
 
 class Autoencoder:
-    """Pictures in -1..1 to latents in the network's own scale, and back; a directory is loaded when needed."""
+    """Pictures in -1..1 to latents in the network's own scale, and back; a directory is loaded if needed."""
 
     def __init__(self, module: nn.Module | str | Path, device: torch.device | str | None = None):
         if not isinstance(module, (str, Path)) and not (
@@ -25,6 +25,7 @@ class Autoencoder:
         ):
             raise ModelError(f"{type(module).__name__} is no autoencoder: it has no encode and decode")
         self._given, self._device = module, device
+        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # of pictures, by their latents'
 
     @cached_property
     def module(self) -> Any:
@@ -40,10 +41,16 @@ class Autoencoder:
         return fingerprint(self.module)
 
     def picture_shape(self, latent: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the pictures whose latents have this one."""
-        config = config_of(self.module)
-        factor = 2 ** (len(config.get("block_out_channels", (0,))) - 1)
-        return (int(config.get("in_channels", 3)), *(factor * n for n in latent[1:]))
+        """The shape of the pictures whose latents have this one; found by decoding one, where it must be."""
+        if latent not in self._shapes:
+            config = config_of(self.module)
+            blocks = config.get("block_out_channels")
+            if blocks is None:
+                self._shapes[latent] = tuple(self.decode(torch.zeros(1, *latent)).shape[1:])
+            else:  # as diffusers' pipelines count
+                factor = 2 ** (len(blocks) - 1)
+                self._shapes[latent] = (int(config.get("in_channels", 3)), *(factor * n for n in latent[1:]))
+        return self._shapes[latent]
 
     @torch.inference_mode()
     def encode(self, pictures: Tensor) -> Tensor:
@@ -58,11 +65,17 @@ class Autoencoder:
     def _encode(self, pictures: Tensor) -> Tensor:
         found = self.module.encode(pictures.to(next(self.module.parameters())))
         distribution = getattr(found, "latent_dist", None)
-        latents = distribution.mode() if distribution is not None else getattr(found, "latents", None)
+        named = (getattr(found, name, None) for name in ("latents", "latent"))
+        latents = (
+            distribution.mode() if distribution is not None else next(filter(torch.is_tensor, named), None)
+        )
         if latents is None:
             latents = prediction(found)
         scale, shift = self._scaling(latents)
-        return ((latents - shift) * scale).float()
+        latents = ((latents - shift) * scale).float()
+        if not torch.isfinite(latents).all():
+            raise ModelError("the autoencoder returned latents that are not finite: load it in float32")
+        return latents
 
     def _decode(self, latents: Tensor) -> Tensor:
         latents = latents.to(next(self.module.parameters()))

@@ -26,8 +26,9 @@ def diffusers_module(what: str) -> Any:
 
 def config_of(obj: Any) -> dict[str, Any]:
     """The config of a diffusers object, with its class."""
+    obj = unwrapped(obj)
     config = dict(getattr(obj, "config", {}) or {})
-    config.setdefault("_class_name", type(unwrapped(obj)).__name__)
+    config.setdefault("_class_name", type(obj).__name__)
     return config
 
 
@@ -54,8 +55,8 @@ def load_network(path: Path) -> nn.Module:
     """A network of diffusers, its weights complete and never unpickled."""
     config = read_json(path / "config.json")
     diffusers = diffusers_module("loading a directory")
-    cls: Any = getattr(diffusers, str(config.get("_class_name")), None)
-    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+    cls = getattr(diffusers, str(config.get("_class_name")), None)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module) and hasattr(cls, "from_pretrained")):
         raise ModelError(
             f"{path}/config.json names {config.get('_class_name')!r}, which is no network of this diffusers"
         )

@@ -57,8 +57,8 @@ def as_denoiser(
     beside it. batch_size: see `Denoiser`.
     """
     if isinstance(model, Denoiser):
-        if scheduler is not None or process is not None or prediction is not None:
-            raise ModelError("a Denoiser already carries its process and what it predicts")
+        if any(value is not None for value in (scheduler, process, prediction, model_range, vae)):
+            raise ModelError("a Denoiser already carries its process, what it predicts and its autoencoder")
         model = model.to(device) if device is not None else model
         return model.with_batch_size(batch_size)
     opened = _open(model)
@@ -66,7 +66,7 @@ def as_denoiser(
     if process is None or prediction is None:
         if config is None:
             raise ModelError(
-                f"{_name(model)} has no scheduler, and a network alone does not say on what noise it was trained",
+                f"{_name(model)} has no scheduler, and alone a network does not say what noise it knows",
                 "pass the one it was trained with as {}",
                 Argument("scheduler"),
             )
@@ -81,8 +81,10 @@ def as_denoiser(
     _check_inputs(opened.network, settings["_class_name"])
     labels = ("num_class_embeds", "num_embeds_ada_norm", "class_embed_type")
     conditional = any(settings.get(name) for name in labels)
-    found = vae if vae is not None else opened.autoencoder
-    latent = found is not None and model_range is None
+    autoencoder = vae if vae is not None else opened.autoencoder
+    latent = autoencoder is not None and model_range is None
+    if latent and not isinstance(autoencoder, Autoencoder):
+        autoencoder = Autoencoder(autoencoder, device)
     denoiser = Denoiser(
         opened.network,
         process,
@@ -92,7 +94,7 @@ def as_denoiser(
         data_range=None if latent else model_range or (-1.0, 1.0),
         conditional=conditional,
         null_label=settings.get("num_embeds_ada_norm"),  # DiT's has a row more than there are classes
-        autoencoder=found if isinstance(found, Autoencoder) or not latent else Autoencoder(found, device),
+        autoencoder=autoencoder if latent else None,
         batch_size=batch_size,
         scheduler_config=config,
         description=str(settings["_class_name"]),
@@ -164,7 +166,7 @@ def _open(model: Any) -> _Opened:
         found = config_of(model.scheduler) if model.scheduler is not None else None
         autoencoder = next((v for n in _AUTOENCODERS if (v := getattr(model, n, None)) is not None), None)
         return _Opened(network_of(model), found, autoencoder)
-    config = getattr(model, "config", None)
+    config = getattr(unwrapped(model), "config", None)
     if isinstance(model, nn.Module) and isinstance(config, Mapping):
         return _Opened(model, None, None)
     raise ModelError(

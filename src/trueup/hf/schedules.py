@@ -45,7 +45,7 @@ def schedule(config: Mapping[str, Any]) -> tuple[processes.NoiseProcess, Paramet
         )
     try:
         return _schedule(name, config)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(f"the config of {name or 'the scheduler'} cannot be read: {error}") from None
 
 

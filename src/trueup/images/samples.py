@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from trueup.errors import Argument, DataError, ImageError
+from trueup.files import printable
 from trueup.images.images import as_images
 from trueup.images.sources import (
     channels_first,
@@ -41,6 +42,18 @@ _RESIZE = (
         Argument("resize", "exact"),
     ),
 )
+
+
+@dataclass
+class _Row:
+    """One image, read."""
+
+    index: int
+    x0: Tensor
+    y: Any
+    digest: int
+    group: Any
+    encode: bool  # a picture, and the model takes latents
 
 
 @dataclass
@@ -113,15 +126,13 @@ class Samples:
         self._check_lengths()
         self.signed = False  # whether float samples have shown that they use the model's range
         self._once = enumerate(self._unbatched()) if isinstance(self.source, Iterator) else None
-        self._position = 0  # how far a generator was read
+        self._gone: set[int] = set()  # indices of a generator's samples that were handed out
 
     def _check_lengths(self) -> None:
         for name, values in (("labels", self.labels), ("groups", self.images.groups)):
-            known = self.indexed and hasattr(values, "__len__")
-            if known and len(values) != len(self.source):  # type: ignore[arg-type]
-                raise DataError(
-                    f"{self.name} holds {len(self.source)} images, and there are {len(values)} {name}"
-                )  # type: ignore[arg-type]
+            count = len(values) if self.indexed and isinstance(values, Sized) else None
+            if count is not None and count != len(self.source):
+                raise DataError(f"{self.name} holds {len(self.source)} images, and there are {count} {name}")
 
     def __len__(self) -> int:
         """How many samples will be used, bad ones included; raises TypeError for a stream."""
@@ -145,32 +156,31 @@ class Samples:
     ) -> Iterator[Batch]:
         """As many samples as were asked for, `limit` at most, in batches.
 
-        skip: indices that are done with, and count; with their digests, a stream is checked. without: digests of images not to use. unique: an image
-        that was read before is not used again. A stream is read from its beginning each time, a generator on
-        from where it was left. A sample that cannot be used raises, or with skip_bad is noted in `skipped`.
+        skip: indices that are done with, and count; with their digests, a stream is checked. without: digests
+        of images not to use. unique: an image that was read before is not used again. A stream is read from
+        its beginning each time; a generator, which cannot be, on from where it was left, if all it gave is to
+        be skipped. A sample that cannot be used raises, or with skip_bad is noted in `skipped`.
         """
         if size < 1:
             raise DataError(f"a batch holds at least one sample, not {size}")
-        rows: list[tuple[int, Tensor, Any, int]] = []
+        rows: list[_Row] = []
         left = self.images.count if self.images.count is not None else math.inf
         left = min(left - len(skip), math.inf if limit is None else limit)
-        seen = set(without)
-        for index, item in self._items() if left > 0 else ():
+        known = set(without)
+        seen = set(known)
+        for index, item in self._items(skip) if left > 0 else ():
             done = index + self.images.offset in skip
             if done and (self.indexed or not isinstance(skip, Mapping)):
                 continue
-            image, label = split_row(item)
-            if self.labels is not None:
-                label = self.labels[index]
             try:
-                x0, digest = self._sample(image, index)
+                row = self._row(index, item)
             except DataError as error:
                 if not self.images.skip_bad:
                     raise
                 self.skipped.append(str(error))
                 continue
             if done:
-                if skip[index + self.images.offset] != digest:  # type: ignore[index]
+                if skip[index + self.images.offset] != row.digest:  # type: ignore[index]
                     raise DataError(f"sample {index} of {self.name} is not what it was before")
                 continue
             if digest in seen:
@@ -178,8 +188,8 @@ class Samples:
                 self.held_back += digest in without
                 continue
             if unique:
-                seen.add(digest)
-            rows.append((index, x0, label, digest))
+                seen.add(row.digest)
+            rows.append(row)
             left -= 1
             if len(rows) == size or left <= 0:
                 yield self._batch(rows)
@@ -192,23 +202,19 @@ class Samples:
     def at(self, index: int) -> Batch:
         """One sample, by its global index, of data that is not a stream."""
         own = index - self.images.offset
-        image, label = split_row(self.source[own])
-        x0, digest = self._sample(image, own)
-        return self._batch([(own, x0, label if self.labels is None else self.labels[own], digest)])
+        return self._batch([self._row(own, self.source[own])])
 
-    def _items(self) -> Iterator[tuple[int, Any]]:
+    def _items(self, skip: Collection[int]) -> Iterator[tuple[int, Any]]:
         if self.indexed:
             for index in self._order():
                 yield index, self.source[index]
         elif self._once is not None:
-            if self._position:
+            if not all(index + self.images.offset in skip for index in self._gone):
                 raise DataError(
-                    f"{self.name} can be read only once, and {self._position} samples of it are gone: "
+                    f"{self.name} can be read only once, and {len(self._gone)} samples of it are gone: "
                     "pass a list or a dataset instead"
                 )
-            for index, item in self._once:
-                self._position = index + 1
-                yield index, item
+            yield from self._once
         else:
             yield from enumerate(self._unbatched())
 
@@ -240,43 +246,58 @@ class Samples:
             else:
                 yield image, label
 
-    def _batch(self, rows: list[tuple[int, Tensor, Any, int]]) -> Batch:
-        own, samples, labels, digests = zip(*rows, strict=True)
+    def _batch(self, rows: list[_Row]) -> Batch:
+        own, labels = [row.index for row in rows], [row.y for row in rows]
+        if self._once is not None:
+            self._gone.update(own)
         try:
             y = None if any(label is None for label in labels) else torch.as_tensor(np.asarray(labels))
         except (TypeError, ValueError):  # names, boxes: nothing a network takes as its class
             y = None
         group = None
         if self.images.groups is not None:
-            keys = self.images.groups
-            found = [keys(i) if callable(keys) else keys[i] for i in own]
-            group = torch.tensor([_digest(repr(_plain(key)).encode()) for key in found])
+            group = torch.tensor([_digest(repr(_plain(row.group)).encode()) for row in rows])
         elif self.indexed and self._drawn is not None:  # dealt in the order drawn, folds are filled evenly
             group = self._rank[torch.tensor(own)]
-        x0 = torch.stack(samples)
-        if self.autoencoder is not None and x0.shape[1:] != self.shape:
-            x0 = self.autoencoder.encode(x0).cpu()
-        return Batch(torch.tensor(own) + self.images.offset, x0, y, torch.tensor(digests), group)
+        digests = torch.tensor([row.digest for row in rows])
+        return Batch(torch.tensor(own) + self.images.offset, self._stacked(rows), y, digests, group)
 
-    def _sample(self, image: Any, index: int) -> tuple[Tensor, int]:
-        """One image as a sample, and the digest of what was read."""
-        where = getattr(image, "filename", None) or f"sample {index} of {self.name}"
+    def _stacked(self, rows: list[_Row]) -> Tensor:
+        """Samples, those of pictures encoded where the model takes latents."""
+        pictures = [row.x0 for row in rows if row.encode]
+        if not pictures:
+            return torch.stack([row.x0 for row in rows])
+        latents = self.autoencoder.encode(torch.stack(pictures)).cpu()
+        if tuple(latents.shape[1:]) != self.shape:
+            made = tuple(latents.shape[1:])
+            raise DataError(f"the autoencoder makes latents of shape {made}, the model takes {self.shape}")
+        encoded = iter(latents)
+        return torch.stack([next(encoded) if row.encode else row.x0 for row in rows])
+
+    def _row(self, index: int, item: Any) -> _Row:
+        """One image as a sample, with the digest of what was read."""
+        image, label = split_row(item)
+        label = label if self.labels is None else self._of(self.labels, index, "label")
+        keys = self.images.groups
+        group = keys(index) if callable(keys) else self._of(keys, index, "group")
+        where = printable(str(getattr(image, "filename", None) or f"sample {index} of {self.name}"))
         if isinstance(image, (str, Path)):
-            where, image = str(image), read_image(Path(image))
+            where, image = printable(str(image)), read_image(Path(image))
         elif isinstance(image, Image.Image):
-            image = upright(image)
+            image = upright(image, where)
         if not isinstance(image, Image.Image):
             image = to_tensor(image, where)
         shape, model_range = self.shape, self.model_range
         picture = isinstance(image, Image.Image) or image.dtype == torch.uint8
-        if self.autoencoder is not None and picture:  # it will be encoded
+        encode = picture and self.autoencoder is not None
+        if encode:
             shape, model_range = self.autoencoder.picture_shape(self.shape), (-1.0, 1.0)
         if isinstance(image, Image.Image):
             if self.exact:
                 refuse_other_depths(image, where)
             image = to_tensor(picture_to_array(image, shape[0], where), where)
         array = channels_first(image, shape, where)
-        digest = _digest(array.contiguous().numpy().tobytes())
+        digest = _digest(array.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         if self.exact:
             self._note_depth(array.dtype == torch.uint8, where)
         if tuple(array.shape) != shape:
@@ -286,7 +307,14 @@ class Samples:
             raise ImageError(f"{where} holds values that are not finite")
         if self.images.flip and mix(index + self.images.offset) & 1:
             x0 = x0.flip(-1)
-        return x0, digest
+        return _Row(index, x0, label, digest, group, encode)
+
+    def _of(self, values: Any, index: int, name: str) -> Any:
+        """What belongs to one image, of one per image."""
+        try:
+            return None if values is None else values[index]
+        except IndexError:
+            raise DataError(f"sample {index} of {self.name} has no {name}: there are fewer of them") from None
 
     def _note_depth(self, eight_bit: bool, where: str) -> None:
         if self.eight_bit is not None and self.eight_bit != eight_bit:
@@ -320,9 +348,10 @@ class Samples:
             planes = [plane.crop((left, top, left + wanted[1], top + wanted[0])) for plane in planes]
         out = torch.stack([torch.from_numpy(np.array(plane)) for plane in planes])
         if tuple(out.shape) != shape:
-            text = f"{where} is {out.shape[1]}x{out.shape[2]} after {{}} and {{}}; the model takes "
-            arguments = Argument("resize", resize), Argument("crop", crop)
-            raise ImageError(text.format(*arguments) + f"{wanted[0]}x{wanted[1]}")
+            done = "resized" if resize else "cropped"  # both, or the exact size, always fit
+            text = f"{where} is {height}x{width} when {done}, the model takes {wanted[0]}x{wanted[1]}"
+            missing = Argument("crop", "center") if resize else Argument("resize", "shorter")
+            raise ImageError(text, "pass {} too", missing)
         return out
 
     def _scale(self, array: Tensor, model_range: tuple[float, float] | None, where: str) -> Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
 import zipfile
-import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from trueup.errors import DataError, ImageError
-from trueup.files import bundled, line
+from trueup.files import bundled, line, printable
 
 _IMAGE_KEYS = ("image", "img", "pixel_values", "images", "x")
 _LABEL_KEYS = ("label", "labels", "class_labels", "y")
@@ -31,13 +31,11 @@ def open_source(source: Any) -> tuple[Any, Any, str]:
     if isinstance(source, (str, Path)):
         path = bundled(source)
         if path.is_dir():
-            return _list_images(path), None, str(path)
-        if path.suffix in (".npy", ".npz") and path.exists():
-            return (*_open_numpy(path), str(path))
-        raise DataError(
-            f"{path} is {'not a folder, .npy or .npz' if path.exists() else 'not there'}: "
-            "pass a folder of images or an array file"
-        )
+            return _list_images(path), None, printable(str(path))
+        if path.suffix in (".npy", ".npz") and path.is_file():
+            return (*_open_numpy(path), printable(str(path)))
+        problem = "not a folder, .npy or .npz" if path.exists() else "not there"
+        raise DataError(printable(f"{path} is {problem}"), "pass a folder of images or an array file")
     if isinstance(source, (Tensor, np.ndarray)):
         if source.ndim < 2:
             raise DataError(f"an array of samples is (samples, *shape), got {tuple(source.shape)}")
@@ -66,13 +64,14 @@ def _list_images(folder: Path) -> list[str]:
     found = (p for p in folder.rglob("*") if p.suffix.lower() in known and p.is_file())
     files = sorted(p for p in found if not any(n.startswith(".") for n in p.relative_to(folder).parts))
     if not files:
-        raise DataError(f"{folder} holds no image that Pillow can read")
+        raise DataError(printable(f"{folder} holds no image that Pillow can read"))
     return [str(file) for file in files]
 
 
 def _open_numpy(path: Path) -> tuple[Any, Any]:
+    where = printable(str(path))
     if path.suffix == ".npz" and not zipfile.is_zipfile(path):
-        raise DataError(f"{path} is not an .npz archive")
+        raise DataError(f"{where} is not an .npz archive")
     try:
         if path.suffix == ".npy":
             return open_source(np.lib.format.open_memmap(path, mode="r"))[0], None
@@ -81,35 +80,45 @@ def _open_numpy(path: Path) -> tuple[Any, Any]:
             names = list(archive.files)
             image = next((n for n in (*_IMAGE_KEYS, "arr_0") if n in names), None)
             if image is None:
-                raise DataError(f"{path} has arrays {names}; expected one named {', '.join(_IMAGE_KEYS)}")
+                raise DataError(f"{where} has arrays {names}; expected one named {', '.join(_IMAGE_KEYS)}")
             label = next((n for n in _LABEL_KEYS if n in names), None)
             images, labels = archive[image], archive[label] if label else None
+    except DataError:
+        raise
     except MemoryError:
-        raise DataError(f"{path} does not fit into memory: save its images as a .npy file") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
-        raise DataError(f"{path} cannot be read: {line(error)}") from None
+        raise DataError(f"{where} does not fit into memory: save its images as a .npy file") from None
+    except Exception as error:  # zipfile, zlib and numpy have many ways to say that a file is damaged
+        raise DataError(f"{where} cannot be read: {line(error)}") from None
     if labels is not None and labels.shape[:1] != images.shape[:1]:
-        raise DataError(f"{path} has images of shape {images.shape} and labels of shape {labels.shape}")
+        raise DataError(f"{where} has images of shape {images.shape} and labels of shape {labels.shape}")
     return open_source(images)[0], labels
 
 
 def _check_sizes(path: Path) -> None:
-    """Raise for an archive whose arrays claim to be larger than what is in it."""
+    """Raise for an archive whose arrays claim to be larger than what is in it, or than memory."""
+    memory = _memory()
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             if not info.filename.endswith(".npy"):
                 continue
             with archive.open(info) as file:
-                version = np.lib.format.read_magic(file)
-                read = (
-                    np.lib.format.read_array_header_1_0
-                    if version == (1, 0)
-                    else np.lib.format.read_array_header_2_0
-                )
-                shape, _, dtype = read(file)
+                first = np.lib.format.read_magic(file) == (1, 0)
+                header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+                shape, _, dtype = header(file)
             claimed = math.prod(shape) * dtype.itemsize
             if claimed > info.file_size or info.file_size > _MOST_PACKED * max(info.compress_size, 1):
-                raise DataError(f"{path}: {info.filename} claims {claimed:,} bytes that are not in the file")
+                where = printable(f"{path}: {info.filename}")
+                raise DataError(f"{where} claims {claimed:,} bytes that are not in the file")
+            if claimed > memory:  # a few megabytes of zeros unpack to gigabytes
+                raise MemoryError
+
+
+def _memory() -> float:
+    """Bytes of memory this machine has, if it says."""
+    try:
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, OSError, ValueError):
+        return math.inf
 
 
 def read_image(path: Path) -> Image.Image:
@@ -119,14 +128,17 @@ def read_image(path: Path) -> Image.Image:
             raw = [str(tile[3]) for tile in image.tile]  # loading drops what says 16 bits
             image.load()
             image.info["raw modes"] = " ".join(raw)
-            return upright(image)
     except Exception as error:  # decoders raise RuntimeError, TypeError and more on damaged files
-        raise ImageError(f"{path} cannot be read as an image: {line(error)}") from None
+        raise ImageError(f"{printable(str(path))} cannot be read as an image: {line(error)}") from None
+    return upright(image, printable(str(path)))
 
 
-def upright(image: Image.Image) -> Image.Image:
+def upright(image: Image.Image, where: str) -> Image.Image:
     """A picture turned as its EXIF orientation says, as every viewer shows it."""
-    turned = ImageOps.exif_transpose(image)
+    try:
+        turned = ImageOps.exif_transpose(image)  # a dataset's image may only be decoded here
+    except Exception as error:
+        raise ImageError(f"{where} cannot be read as an image: {line(error)}") from None
     turned.info = {**image.info, **turned.info}
     return turned
 
@@ -159,10 +171,7 @@ def picture_to_array(image: Image.Image, channels: int, where: str) -> np.ndarra
         raise ImageError(
             f"{where} is a colour image ({image.mode}), the model takes one channel: convert it to grayscale"
         )
-    try:
-        pixels = np.asarray(image.convert(mode))  # a dataset's image may only be decoded here
-    except Exception as error:
-        raise ImageError(f"{where} cannot be read as an image: {error}") from None
+    pixels = np.asarray(image.convert(mode))
     if channels != 4 and _has_transparency(image):
         raise ImageError(f"{where} has transparency ({image.mode}), the model takes {mode}: flatten it first")
     return pixels.reshape(image.height, image.width, channels).transpose(2, 0, 1)

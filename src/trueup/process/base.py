@@ -7,7 +7,6 @@ known, and everything else (calibrating, sampling with DPM-Solver, files, likeli
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -42,15 +41,20 @@ class NoiseProcess(ABC):
     t_min: float
     t_max: float
     integer_times: bool = False  # whether the network was trained at whole timesteps only
-    ends: tuple[float, float] | None = (
-        None  # where DPM-Solver stops, in unit time: below 15 evaluations, and else
-    )
+    # Where DPM-Solver stops, in unit time: below 15 evaluations, and else.
+    ends: tuple[float, float] | None = None
     _known: dict[str, type[NoiseProcess]] = {}  # noqa: RUF012 (shared on purpose)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.kind:
-            NoiseProcess._known[cls.kind] = cls
+        if not cls.kind:  # not yet a process
+            return
+        known = NoiseProcess._known.get(cls.kind, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ModelError(
+                f"{cls.__name__} needs a `kind` of its own: files that say {cls.kind!r} mean {known.__name__}"
+            )
+        NoiseProcess._known[cls.kind] = cls
 
     @abstractmethod
     def log_alpha(self, t: Times) -> Tensor:
@@ -145,11 +149,11 @@ def from_settings(settings: Mapping[str, Any]) -> NoiseProcess:
         raise ModelError(f"unknown noise process {kind!r}; known: {', '.join(sorted(known))}")
     try:
         return known[kind](**values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(f"noise process {kind!r} cannot be built from {sorted(values)}: {error}") from error
 
 
 def check_sigmas(sigma_min: float, sigma_max: float) -> None:
-    """Raise unless 0 < sigma_min < sigma_max."""
-    if not 0 < sigma_min < sigma_max < math.inf:
+    """Raise unless 0 < sigma_min < sigma_max, neither of them beyond all data."""
+    if not 0 < sigma_min < sigma_max < 1e12:
         raise ModelError(f"needs 0 < sigma_min < sigma_max, got {sigma_min} and {sigma_max}")

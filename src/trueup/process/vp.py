@@ -179,5 +179,5 @@ class ContinuousVP(NoiseProcess):
 def _float64(values: Any, name: str) -> Tensor:
     try:
         return torch.as_tensor(values, dtype=torch.float64).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         raise ModelError(f"{name} must be a list or tensor of numbers: {error}") from None

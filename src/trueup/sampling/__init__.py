@@ -3,5 +3,18 @@
 from trueup.sampling.dpm_solver import DPMSolver
 from trueup.sampling.draw import as_solver, pictures, sample, sample_batches
 from trueup.sampling.generated import Generated, generate
+from trueup.sampling.solver import Solver, register, solver_names, solvers_for
 
-__all__ = ["DPMSolver", "Generated", "as_solver", "generate", "pictures", "sample", "sample_batches"]
+__all__ = [
+    "DPMSolver",
+    "Generated",
+    "Solver",
+    "as_solver",
+    "generate",
+    "pictures",
+    "register",
+    "sample",
+    "sample_batches",
+    "solver_names",
+    "solvers_for",
+]

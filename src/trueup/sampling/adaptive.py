@@ -9,7 +9,7 @@ published rule leaps to the end (Gaussian data then came out with 1.6 times its 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ _CLOSE = 1e-5  # in lam: the end is reached
 _MOST = 10_000  # steps; a network that needs more is not a denoiser
 
 
-def solve(solver: DPMSolver, network: Network, x: Tensor, advance: Callable[[int], None]) -> Tensor:
+def solve(solver: DPMSolver, network: Network, x: Tensor, advance: Callable[[int], Any]) -> Tensor:
     """From x at the process's end to a sample."""
     process, axes = network.process, [1] * (x.ndim - 1)
     end = process.lam(solver.end_time(process, None))

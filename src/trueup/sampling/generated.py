@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trueup.hf import as_denoiser
 from trueup.noise import mix
-from trueup.sampling.draw import as_solver, check_labels, count_evaluations, pictures, sample_batches
+from trueup.sampling.draw import as_solver, check_labels, pictures, sample_batches
 from trueup.sampling.store import Kept
 
 _OWN_STREAM = 0x67656E  # so that nothing is calibrated on the very samples it is then judged by
@@ -36,48 +36,36 @@ def generate(
     model: Any,
     count: int,
     *,
-    nfe: int = 50,
     solver: Any = "dpm-solver-3",
+    nfe: int = 50,
     labels: Any = None,
     seed: int = 0,
-    batch_size: int | None = None,
-    scheduler: Any = None,
-    device: torch.device | str | None = None,
     folder: str | PathLike[str] | None = None,
-    force: bool = False,
     progress: bool | None = None,
 ) -> Generated:
-    """Draw images from a model to calibrate it with: `calibrate(model, generate(model, 2000), images=None)`.
+    """Draw images from a model to calibrate it with: `calibrate(model, generate(model, 2000))`.
 
     They stand in for training images, 8-bit like those, or latents as they are. What the model gets wrong in
     them it cannot be corrected for; the calibration says that it was made so. They are never those that
-    `sample` draws with the same seed. folder: keeps them, to go on from after an interruption; force replaces
-    others that are there.
+    `sample` draws with the same seed. folder: keeps them, to go on from after an interruption.
     """
-    denoiser = as_denoiser(model, scheduler=scheduler, device=device)
-    chosen = as_solver(solver, denoiser)
-    count_evaluations(chosen, nfe, denoiser, check_labels(denoiser, labels))
+    denoiser = as_denoiser(model)
+    chosen, classes = as_solver(solver, denoiser), check_labels(denoiser, labels)
     origin = {"solver": repr(chosen), "nfe": nfe, "seed": seed}
-    batches = []
-    settings = {**denoiser.identity(), **origin, "set of labels": labels}
-    kept = Kept(Path(folder), settings, force=force) if folder is not None else None
-    for index, x in sample_batches(
-        denoiser,
-        count,
-        start=min(kept.done, count) if kept is not None else 0,
-        solver=chosen,
-        nfe=nfe,
-        labels=labels,
-        seed=mix(seed ^ _OWN_STREAM),
-        batch_size=batch_size,
-        progress=progress,
-        description="generating",
-    ):
-        images = pictures(x, denoiser.data_range) if denoiser.data_range is not None else x.cpu()
-        if kept is not None:
-            kept.add(index, images=images)
-        else:
-            batches.append(images)
-    images = kept.tensors(count)["images"] if kept is not None else torch.cat(batches)
-    values = None if labels is None else torch.as_tensor(labels).reshape(-1)
-    return Generated(images, values, origin)
+    settings = {**denoiser.identity(), **origin, "set of labels": classes}
+
+    def batches(start: int) -> Any:
+        own = mix(seed ^ _OWN_STREAM)
+        how: dict[str, Any] = {"solver": chosen, "nfe": nfe, "labels": classes, "progress": progress}
+        return sample_batches(denoiser, count, start=start, seed=own, description="generating", **how)
+
+    def picture(x: Tensor) -> Tensor:
+        return pictures(x, denoiser.data_range) if denoiser.data_range is not None else x.cpu()
+
+    if folder is None:
+        return Generated(torch.cat([picture(x) for _, x in batches(0)]), classes, origin)
+    batches(0)  # mistakes are said before there is a folder
+    kept = Kept(Path(folder), settings)
+    for index, x in batches(min(kept.done, count)):
+        kept.add(index, images=picture(x))
+    return Generated(kept.tensors(count)["images"], classes, origin)

@@ -5,31 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trueup.process import EDM, DiscreteVP, Flow, NoiseProcess
+from trueup.process import NoiseProcess
 
 GRIDS = ("logsnr", "uniform", "quadratic")
-
-
-def to_unit(process: NoiseProcess, t: Tensor) -> Tensor:
-    """Time as samplers count it: 0 is clean data; 1 is the end, or sigma itself where noise explodes."""
-    if isinstance(process, DiscreteVP):
-        return (t + 1) / len(process.alphas_cumprod)
-    if isinstance(process, Flow):
-        return t / process.time_scale
-    return (4 * t).exp() if isinstance(process, EDM) else t
-
-
-def from_unit(process: NoiseProcess, unit: Tensor) -> Tensor:
-    """The inverse of `to_unit`.
-
-    >>> from_unit(DiscreteVP.linear(), torch.tensor([1e-3, 1.0], dtype=torch.float64))
-    tensor([  0., 999.], dtype=torch.float64)
-    """
-    if isinstance(process, DiscreteVP):
-        return unit * len(process.alphas_cumprod) - 1
-    if isinstance(process, Flow):
-        return unit * process.time_scale
-    return 0.25 * unit.log() if isinstance(process, EDM) else unit
 
 
 def between(grid: str, process: NoiseProcess, s: Tensor, t: Tensor, steps: int) -> Tensor:
@@ -43,7 +21,7 @@ def between(grid: str, process: NoiseProcess, s: Tensor, t: Tensor, steps: int) 
         times = process.t_of_lam(even(process.lam(s), process.lam(t)))
     else:
         power = 2.0 if grid == "quadratic" else 1.0
-        ends = (to_unit(process, end) ** (1 / power) for end in (s, t))
-        times = from_unit(process, even(*ends) ** power)
+        ends = (process.to_unit(end) ** (1 / power) for end in (s, t))
+        times = process.from_unit(even(*ends) ** power)
     times[..., 0], times[..., -1] = s, t
     return times

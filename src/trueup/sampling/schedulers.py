@@ -3,56 +3,32 @@
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from trueup.calibration.trajectory import Adjust, States
 from trueup.denoiser import Denoiser
-from trueup.errors import MismatchError, ModelError, TrueupError
+from trueup.errors import MismatchError, TrueupError
+from trueup.files import line
+from trueup.hf.schedulers import (
+    LEARNED_VARIANCE,
+    check_scheduler,
+    make_scheduler,
+    offered,
+    quiet,
+    scheduler_process,
+)
+from trueup.hf.schedules import scheduler_settings
 from trueup.noise import normal
-from trueup.process import EDM, DiscreteVP, Flow
 from trueup.sampling.network import Network
-from trueup.schedules import schedule
-from trueup.trajectory.states import Adjust, States
+from trueup.sampling.solver import Solver, register
+from trueup.solvers import SCHEDULERS
 
-# What people call them: the class, and what it is set to.
-NAMES: dict[str, tuple[str, dict[str, Any]]] = {
-    "ddpm": ("DDPMScheduler", {}),
-    "ddim": ("DDIMScheduler", {}),
-    "pndm": ("PNDMScheduler", {"skip_prk_steps": True}),
-    "dpm++2m": ("DPMSolverMultistepScheduler", {"solver_order": 2}),
-    "dpm++3m": ("DPMSolverMultistepScheduler", {"solver_order": 3}),
-    "dpm++2m-sde": ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}),
-    "dpm++2s": ("DPMSolverSinglestepScheduler", {"solver_order": 2, "lower_order_final": True}),
-    "dpm++3s": ("DPMSolverSinglestepScheduler", {"solver_order": 3, "lower_order_final": True}),
-    "unipc": ("UniPCMultistepScheduler", {}),
-    "deis": ("DEISMultistepScheduler", {}),
-    "euler": ("EulerDiscreteScheduler", {}),
-    "euler-a": ("EulerAncestralDiscreteScheduler", {}),
-    "heun": ("HeunDiscreteScheduler", {}),
-    "kdpm2": ("KDPM2DiscreteScheduler", {}),
-    "kdpm2-a": ("KDPM2AncestralDiscreteScheduler", {}),
-    "edm-euler": ("EDMEulerScheduler", {}),
-    "edm-dpm++2m": ("EDMDPMSolverMultistepScheduler", {}),
-    "flow-euler": ("FlowMatchEulerDiscreteScheduler", {}),
-    "flow-heun": ("FlowMatchHeunDiscreteScheduler", {}),
-}
-# These draw noise of their own making, in which an image would depend on the others of its batch.
-_OWN_NOISE = ("DPMSolverSDEScheduler", "CosineDPMSolverMultistepScheduler")
-_PREDICTION_TYPES = {
-    "noise": "epsilon",
-    "data": "sample",
-    "velocity": "v_prediction",
-    "flow": "flow_prediction",
-    "edm": "epsilon",
-    "edm_velocity": "v_prediction",
-}
-_LEARNED_VARIANCE = ("DDPMScheduler", "DDPMParallelScheduler")  # those that use a learned variance
 # Several evaluations per step, each its own "step": what lies between is no state.
 _STAGED = (
     "HeunDiscreteScheduler",
@@ -65,146 +41,144 @@ _CHANGE = 0.01  # of the noise in a state, to see where it goes
 _FIRST_DRAW = -2  # noise key of a scheduler's first draw; -1 is the starting noise
 
 
-class SchedulerSolver:
-    """A diffusers scheduler, by instance. The one given is never changed."""
+class SchedulerSolver(Solver):
+    """A diffusers scheduler, by instance. The one given is never changed.
+
+    exact: the network is told the very times the scheduler has, as in diffusers' own loops; else times within
+    the range it was trained on.
+    """
 
     adaptive = False
 
-    def __init__(self, scheduler: Any, name: str | None = None):
-        for needed in ("set_timesteps", "step", "config"):
-            if not hasattr(scheduler, needed):
-                raise TrueupError(
-                    f"cannot sample with {type(scheduler).__name__}: it is no diffusers scheduler"
-                )
-        kind = type(scheduler).__name__
-        if kind in _OWN_NOISE:
-            raise TrueupError(
-                f"{kind} draws its own noise, so an image would depend on its batch: use another"
-            )
-        if "Inverse" in kind:
-            raise TrueupError(f"{kind} turns images into noise: use the scheduler it is the inverse of")
-        self.scheduler = copy.deepcopy(scheduler)
-        self.name = name or kind
+    def __init__(self, scheduler: Any, name: str | None = None, *, exact: bool = True):
+        check_scheduler(scheduler)
+        self.scheduler, self.exact = copy.deepcopy(scheduler), exact
+        self._name = name or type(scheduler).__name__
+        self.process, self.parametrization = scheduler_process(scheduler)
+
+    @classmethod
+    def named(cls, name: str, denoiser: Denoiser) -> SchedulerSolver:
+        """A scheduler by its name or its class, set up for a denoiser."""
+        scheduler, own = make_scheduler(name, denoiser)
+        return cls(scheduler, name, exact=own)
+
+    @property
+    def name(self) -> str:
+        """What it was asked for by, or its class."""
+        return self._name
 
     def __repr__(self) -> str:
         config = {k: v for k, v in self.scheduler.config.items() if not k.startswith("_")}
         return f"{type(self.scheduler).__name__}({', '.join(f'{k}={config[k]!r}' for k in sorted(config))})"
 
-    @classmethod
-    def named(cls, name: str, denoiser: Denoiser) -> SchedulerSolver:
-        """A scheduler by one of `NAMES` or by its class, set up for a denoiser.
-
-        It takes over the config of the scheduler the model came with, clipping and spacing included.
-        """
-        kind, settings = NAMES.get(name, (name, {}))
-        try:
-            import diffusers
-        except ImportError:
-            raise ModelError(f"{name} is a scheduler of diffusers: pip install 'trueup[diffusers]'") from None
-        made: Any = getattr(diffusers, kind, None) if kind.endswith("Scheduler") else None
-        if not hasattr(made, "from_config"):
-            raise TrueupError(unknown(name))
-        config = _config(denoiser)
-        changes = {**settings, "prediction_type": _PREDICTION_TYPES.get(denoiser.parametrization.name)}
-        if kind not in _LEARNED_VARIANCE:
-            config.pop("variance_type", None)  # they are handed the mean alone
-        if isinstance(denoiser.process, Flow):
-            changes["use_dynamic_shifting"] = False  # needs to be told the size of the image
-            if not kind.startswith("FlowMatch") and "use_flow_sigmas" in inspect.signature(made).parameters:
-                changes |= {"use_flow_sigmas": True, "flow_shift": config.get("shift") or 1.0}
-        config |= {k: v for k, v in changes.items() if v is not None}
-        config.pop("_use_default_values", None)  # or from_config drops what was a default of the model's own
-        try:
-            with _Quiet():
-                return cls(made.from_config(config), name)
-        except (ImportError, TypeError, ValueError, NotImplementedError) as error:
-            raise TrueupError(f"{name} cannot be set up for this model: {_line(error)}") from None
-
     def check(self, denoiser: Denoiser) -> None:
-        """Raise unless the scheduler steps through the noise this network was trained on."""
-        kind = type(self.scheduler)
-        known = inspect.signature(kind).parameters  # from_config keeps what a class does not know, too
-        config = {name: value for name, value in dict(self.scheduler.config).items() if name in known}
-        process, parametrization = schedule({"_class_name": kind.__name__, **config})
-        if parametrization != denoiser.parametrization:
+        """Raise unless the scheduler was made for a network like this."""
+        if self.parametrization != denoiser.parametrization:
             raise MismatchError(
-                f"{self.name} is set up for networks that predict {parametrization.name}, this one predicts "
-                f"{denoiser.parametrization.name}"
+                f"{self.name} is set up for networks that predict {self.parametrization.name}, this one "
+                f"predicts {denoiser.parametrization.name}"
             )
-        if not denoiser.process.agrees_with(process):
+        if not denoiser.process.agrees_with(self.process):
             raise MismatchError(
-                f"{self.name} steps through {process.kind} noise, or a schedule of it, that is not what the "
-                f"network was trained on ({denoiser.process.kind})"
+                f"{self.name} steps through {self.process.kind} noise, or a schedule of it, that is not what "
+                f"the network was trained on ({denoiser.process.kind})"
             )
 
-    def evaluations(self, nfe: int) -> int:
+    def evaluations(self, nfe: int | None, denoiser: Denoiser | None = None, y: Any = None) -> int:
         """How many evaluations it makes of the `nfe` it may."""
+        assert nfe is not None
         return len(self._set(nfe).timesteps)
 
     def _set(self, nfe: int) -> Any:
         """A scheduler with as many steps as take no more than `nfe` evaluations."""
-        reason = ""
-        for steps in range(nfe, 0, -1):
+        reason, steps = "", nfe
+        while steps > 0:
             scheduler = copy.deepcopy(self.scheduler)
             try:
-                with _Quiet():
+                with quiet():
                     scheduler.set_timesteps(steps)
             except (ValueError, IndexError, RuntimeError, AssertionError) as error:
-                reason = f": {_line(error)}"
-                continue
-            if len(scheduler.timesteps) <= nfe:
-                return scheduler
+                reason, made = f": {line(error)}", 0
+            else:
+                made = len(scheduler.timesteps)
+                if made <= nfe:
+                    return scheduler
+            steps = min(steps - 1, steps * nfe // made + 1 if made else steps)  # as evaluations go with steps
         raise TrueupError(f"{self.name} cannot sample in {nfe} evaluations{reason}")
 
     def solve(
         self,
         network: Network,
-        x: Tensor,
+        noise: Tensor,
         nfe: int | None,
-        advance: Callable[[int], None],
+        advance: Callable[[int], Any],
         *,
-        seed: int,
-        index: Tensor,
+        seed: int = 0,
+        index: Tensor | None = None,
         adjust: Adjust | None = None,
     ) -> Tensor:
-        """From standard normal x to samples; image i's noise depends on the seed and on i alone.
-
-        adjust(i, state) may change state i, of those that `states` lists.
-        """
+        """From standard normal noise to samples; image i's noise depends on the seed and on i alone."""
         assert nfe is not None
         scheduler = self._set(nfe)
-        times = scheduler.timesteps  # kept on the CPU: a scheduler that looks one up must not wait for a GPU
+        # Times are kept on the CPU: a scheduler that looks one up must not wait for a GPU.
+        views = self._views(network.denoiser, scheduler.timesteps, noise)
         variance = _uses_learned_variance(scheduler)
-        x = x * float(getattr(scheduler, "init_noise_sigma", 1.0))
-        noise = _Noise(partial(_noise_of_images, seed, index), len(index))
-        for i, (t, at) in enumerate(zip(times, _for_network(times, x), strict=True)):
-            output = network(_scaled(scheduler, x, t), at, variance=variance)
-            x = self._step(scheduler, noise, output, t, x)
+        x = noise * float(getattr(scheduler, "init_noise_sigma", 1.0))
+        index = torch.arange(len(x)) if index is None else index
+        drawn = _Noise(partial(_noise_of_images, seed, index), len(index))
+        for i, (t, view) in enumerate(zip(scheduler.timesteps, views, strict=True)):
+            output = view.seen(network, _scaled(scheduler, x, t), variance)
+            x = self._step(scheduler, drawn, output, t, x)
             if adjust is not None:
                 x = adjust(i, x)
             advance(1)
         return x
+
+    def _views(self, denoiser: Denoiser, times: Tensor, like: Tensor) -> Iterator[_View]:
+        """How the network sees the state at each of the scheduler's times.
+
+        At the same lam another process shows the same state in another scale, and has another time for it.
+        """
+        own, scheduled = denoiser.process, self.process
+        agree, same = own.agrees_with(scheduled), denoiser.parametrization == self.parametrization
+        told = times if agree else own.t_of_lam(scheduled.lam(times))
+        if told.is_floating_point() and not (self.exact and same):
+            told = told.clamp(own.t_min, own.t_max)
+        at = told.to(like) if told.is_floating_point() else told.to(like.device)
+        if agree and same:
+            yield from (_View(t) for t in at)
+            return
+        alpha, sigma = own.alpha(told), own.sigma(told)
+        wanted = scheduled.alpha(times), scheduled.sigma(times)
+        scale = torch.where(alpha > sigma, alpha / wanted[0], sigma / wanted[1])  # one of them may be zero
+        (p, q), (p_wanted, q_wanted) = (
+            denoiser.parametrization.coefficients(alpha, sigma),
+            self.parametrization.coefficients(*wanted),
+        )
+        # From output = p x0 + q eps and x_t = alpha x0 + sigma eps to p' x0 + q' eps.
+        determinant = alpha * q - sigma * p
+        on_output = (q_wanted * alpha - p_wanted * sigma) / determinant
+        on_x = (p_wanted * q - q_wanted * p) / determinant
+        for t, *weights in zip(at, scale.tolist(), on_output.tolist(), on_x.tolist(), strict=True):
+            yield _View(t, *weights)
 
     def _step(self, scheduler: Any, noise: _Noise, output: Tensor, t: Tensor, x: Tensor) -> Tensor:
         try:
             with noise:  # and not around the network, every operation of which it would look at
                 stepped: Tensor = scheduler.step(output, t, x, return_dict=False)[0]
         except (TypeError, ValueError, LookupError, AttributeError) as error:
-            raise TrueupError(f"{self.name} cannot be stepped through: {_line(error)}") from None
+            raise TrueupError(f"{self.name} cannot be stepped through: {line(error)}") from None
         return stepped
 
     def settings(self) -> dict[str, Any]:
         """What tells it apart from other solvers: its class, and of its config what the class knows."""
-        kind = type(self.scheduler)
-        known = inspect.signature(kind).parameters
-        config = {name: value for name, value in self.scheduler.config.items() if name in known}
-        return {"kind": kind.__name__, **config}
+        return scheduler_settings(self.scheduler)
 
     def budget(self, nfe: int) -> int:
-        """The number of evaluations its steps depend on."""
+        """The evaluations it makes: diffusers counts in steps."""
         return self.evaluations(nfe)
 
-    def states(self, denoiser: Denoiser, nfe: int, whole_times: bool = False) -> States:
+    def states(self, denoiser: Denoiser, nfe: int, y: Any = None) -> States:
         """Where its states lie, found by stepping through it with data that are a single point.
 
         All that a network can know of such data it knows, and every solver is exact: the states are
@@ -214,7 +188,7 @@ class SchedulerSolver:
         sigma = stepped.clone()
         times = self._set(nfe).timesteps.double()
         if drew:  # a solver that adds noise: how much there is, the times say
-            sigma[:-1] = alpha[:-1] * (-denoiser.process.lam(times[1:])).exp()
+            sigma[:-1] = alpha[:-1] * (-self.process.lam(times[1:])).exp()
         inner = torch.zeros(len(times), dtype=torch.bool)
         if type(self.scheduler).__name__ in _STAGED:
             for i in range(len(times) - 1):  # does a change of state i arrive at the next one, as it should?
@@ -228,7 +202,7 @@ class SchedulerSolver:
 
         change: the noise in this state is made larger by _CHANGE.
         """
-        scheduler, process = self._set(nfe), denoiser.process
+        scheduler, process = self._set(nfe), self.process
         times = scheduler.timesteps
         axes = [1] * len(denoiser.shape)
         alpha, sigma = (f(times.double()).float() for f in (process.alpha, process.sigma))
@@ -245,7 +219,7 @@ class SchedulerSolver:
                     f"the states of {self.name} are not where its timesteps say: nothing is known of them"
                 )
             known = (x * scale - alpha[i] * x0) / sigma[i]
-            output = denoiser.parametrization.target(x0, known, alpha[i], sigma[i])
+            output = self.parametrization.target(x0, known, alpha[i], sigma[i])
             if _uses_learned_variance(scheduler):
                 output = torch.cat([output, torch.zeros_like(output)], 1)
             x = self._step(scheduler, noise, output, t, x)
@@ -256,8 +230,22 @@ class SchedulerSolver:
         return made[:, 0], made[:, 1], noise.draws > 0
 
 
-def _for_network(times: Tensor, x: Tensor) -> Tensor:
-    return times.to(x) if times.is_floating_point() else times.to(x.device)
+class _View(NamedTuple):
+    """What a network is told, and how its answer becomes what a scheduler wants, as weights."""
+
+    t: Tensor
+    scale: float = 1.0
+    on_output: float = 1.0
+    on_x: float = 0.0
+
+    def seen(self, network: Network, x: Tensor, variance: bool) -> Tensor:
+        """What the scheduler is handed."""
+        if self[1:] == (1.0, 1.0, 0.0):
+            return network(x, self.t, variance=variance)
+        x_t, channels = x * self.scale, x.shape[1]
+        output = network(x_t, self.t, variance=variance)
+        mean = self.on_output * output[:, :channels] + self.on_x * x_t
+        return torch.cat([mean, output[:, channels:]], 1) if output.shape[1] > channels else mean
 
 
 class _Noise(TorchFunctionMode):
@@ -297,52 +285,8 @@ def _scaled(scheduler: Any, x: Tensor, t: Tensor) -> Tensor:
 
 def _uses_learned_variance(scheduler: Any) -> bool:
     kind = str(scheduler.config.get("variance_type"))
-    return type(scheduler).__name__ in _LEARNED_VARIANCE and kind.startswith("learned")
+    return type(scheduler).__name__ in LEARNED_VARIANCE and kind.startswith("learned")
 
 
-class _Quiet:
-    """diffusers logs every config key a scheduler does not know; here that is expected."""
-
-    def __enter__(self) -> None:
-        import logging
-
-        self.logger = logging.getLogger("diffusers")
-        self.level = self.logger.level
-        self.logger.setLevel(logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        self.logger.setLevel(self.level)
-
-
-def unknown(name: str) -> str:
-    """What to say of a solver nobody knows."""
-    return (
-        f"unknown solver {name!r}: use dpm-solver-1, -2 or -3 (with -fixed or -adaptive), the class of a "
-        f"diffusers scheduler, or {', '.join(NAMES)}"
-    )
-
-
-def _config(denoiser: Denoiser) -> dict[str, Any]:
-    """The scheduler config a network came with, or one that says the same of it."""
-    if denoiser.scheduler_config is not None:
-        return dict(denoiser.scheduler_config)
-    process, kind = denoiser.process, denoiser.parametrization.name
-    if isinstance(process, DiscreteVP) and kind in _PREDICTION_TYPES:
-        before = torch.cat([torch.ones(1, dtype=torch.float64), process.alphas_cumprod[:-1]])
-        betas = (1 - process.alphas_cumprod / before).tolist()
-        return {"num_train_timesteps": len(betas), "trained_betas": betas, "clip_sample": False}
-    if isinstance(process, Flow) and kind == "flow":
-        return {"num_train_timesteps": round(process.time_scale)}
-    if isinstance(process, EDM) and kind in ("edm", "edm_velocity"):
-        return {
-            "sigma_data": process.sigma_data,
-            "sigma_min": process.sigma_min,
-            "sigma_max": process.sigma_max,
-        }
-    raise ModelError(
-        f"diffusers has no scheduler for a {kind} prediction under {process.kind} noise: use dpm-solver-3"
-    )
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+for _name in SCHEDULERS:
+    register(_name, partial(SchedulerSolver.named, _name), offered=partial(offered, _name))

@@ -1,17 +1,17 @@
 """Keeping samples: a folder of PNGs, one grid, or one .npz; interrupted, the same command goes on.
 
-What is drawn goes into a folder at once, with a `samples.json` that says how it was made and how far it got.
+What is drawn goes into a folder at once. Its `samples.json` says how it was made and lists the files that are
+ours, each before it is written: those are replaced or deleted when need be, nothing else there ever is.
 A folder of PNGs is that folder; for one file it lies beside it until the file is written.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
-import os
-import shutil
-import weakref
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,101 +23,181 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from trueup.errors import TrueupError
-from trueup.files import lock, write
+from trueup.errors import Argument, TrueupError
+from trueup.files import Folder, line, printable, write
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _OTHERS = (".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".npy", ".pt", ".safetensors", ".zip")
 _LARGEST_GRID = 1024  # images; more are no longer a picture
+_NAME = re.compile(r"(\d{6,12})(?:-(\d{6,12}))?\.(png|safetensors)")  # a picture's, or those of first to last
+_NOTE = "samples.json"
+_FORCE = Argument("force", True)
 
 
 class Kept:
     """Samples 0 to `done` in a folder, made with the settings its `samples.json` states."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], *, force: bool = False):
-        self.folder, self.done = folder, 0
-        self.settings: dict[str, Any] | None = json.loads(json.dumps(settings, default=str))
+        self.folder = folder
+        self.settings: dict[str, Any] | None = json.loads(json.dumps(settings, default=_told))
+        self._files: dict[str, None] = {}  # those that are ours, in the order they were written
+        if folder.is_symlink():
+            raise TrueupError(f"{folder} is a symbolic link: name the folder itself")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            handle = lock(folder)
-            if handle is not None:
-                weakref.finalize(self, os.close, handle)
-            files = list(folder.iterdir())
+            there = folder.is_dir() and any(_owner(path) != _NOTE for path in folder.iterdir())
+            if there and ((folder / _NOTE).is_symlink() or not (folder / _NOTE).is_file()):
+                raise TrueupError(f"{folder} is not empty, and not by trueup: name another folder")
+            self._lock = Folder(folder, clean=False)
+            made_with = self._read_note() if there else None
+            self._delete_leftovers()
         except OSError as error:
             raise TrueupError(f"cannot use {folder}: {error.strerror or error}") from None
-        if files and self._note not in files:
-            raise TrueupError(f"{folder} is not empty, and not by trueup: name another folder")
-        made_with, done = self._read_note() if files else (None, 0)
-        for leftover in folder.glob(".*.tmp-*"):  # of a process that was killed
-            leftover.unlink(missing_ok=True)
+        self.done = self._count() if made_with == self.settings else 0
         if made_with == self.settings:
-            self.done = done
             return
-        if done and not force:
-            names = {*(made_with or {}), *(self.settings or {})}
-            other = [n for n in sorted(names) if (made_with or {}).get(n) != (self.settings or {}).get(n)]
+        if made_with is not None and self._count() and not force:
+            names = {*made_with, *(self.settings or {})}
+            other = [n for n in sorted(names) if made_with.get(n) != (self.settings or {}).get(n)]
             raise TrueupError(
-                f"{folder} holds samples made with another {' and another '.join(other)}: name another "
-                "place, or pass force=True to replace them"
+                f"{folder} holds samples made with another {printable(' and another '.join(other))}",
+                "name another place, or pass {} to replace them",
+                _FORCE,
             )
-        if files:
-            self._save_note(None, 0)  # whatever happens now, nobody takes the old ones for new
-            for file in (*folder.glob("*.png"), *folder.glob("*.safetensors")):
-                file.unlink()
-        self._save_note(self.settings, 0)
+        if there:
+            self._save_note(None)  # whatever happens now, nobody takes the old ones for new
+            self._delete()
+        self._save_note(self.settings)
 
-    def _read_note(self) -> tuple[dict[str, Any] | None, int]:
+    def _read_note(self) -> dict[str, Any] | None:
+        """The settings it was made with, None where those were being replaced."""
+        path = self.folder / _NOTE
         try:
-            note = json.loads(self._note.read_text(encoding="utf-8"))
-            return note["settings"], int(note["done"])
-        except (OSError, ValueError, LookupError, TypeError):
-            raise TrueupError(f"{self._note} cannot be read: name another folder") from None
+            note = json.loads(path.read_text(encoding="utf-8"))
+            made_with, names = note["settings"], note["files"]
+            if not all(_NAME.fullmatch(name) for name in names):
+                raise ValueError("it lists files that are none of ours")
+            if made_with is not None and not isinstance(made_with, dict):
+                raise ValueError("its settings are none")
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise TrueupError(f"{path} cannot be read ({line(error, 80)}): name another folder") from None
+        self._files = dict.fromkeys(names)
+        return made_with
 
-    @property
-    def _note(self) -> Path:
-        return self.folder / "samples.json"
+    def _save_note(self, settings: dict[str, Any] | None) -> None:
+        note = {"settings": settings, "files": list(self._files)}
+        write(self.folder / _NOTE, json.dumps(note, indent=1).encode())
 
-    def _save_note(self, settings: dict[str, Any] | None, done: int) -> None:
-        self.done = done
-        write(self._note, json.dumps({"settings": settings, "done": done}, indent=1).encode())
+    def _has(self, name: str) -> bool:
+        """Whether a file of ours is there, whole; a link in its place is somebody else's."""
+        path = self.folder / name
+        return name in self._files and path.is_file() and not path.is_symlink()
 
-    def file(self, index: int) -> Path:
-        """The PNG of a sample."""
-        return self.folder / f"{index:06d}.png"
+    def _count(self) -> int:
+        """How many samples there are without a gap, from the first on."""
+        covered = 0
+        for first, last in sorted(_rows(name) for name in self._files if self._has(name)):
+            if first > covered:
+                break
+            covered = max(covered, last)
+        return covered
+
+    def _delete(self) -> None:
+        """Delete the files that are ours."""
+        for name in self._files:
+            if self._has(name):
+                (self.folder / name).unlink()
+        self._files = {}
+
+    def _delete_leftovers(self) -> None:
+        """What a killed process left half written, of files that are ours."""
+        names = {_NOTE, *self._files}
+        for path in self.folder.iterdir():
+            if _owner(path) in names and not path.is_symlink():
+                path.unlink()
+
+    def _write(self, files: dict[str, bytes]) -> None:
+        """Write files, listed as ours before they are there."""
+        for name in files:
+            path = self.folder / name
+            if not self._has(name) and (path.exists() or path.is_symlink()):
+                raise TrueupError(f"{path} is in the way, and not by trueup: move it, or name another folder")
+        if not self._files.keys() >= files.keys():
+            self._files |= dict.fromkeys(files)
+            self._save_note(self.settings)
+        for name, content in files.items():
+            write(self.folder / name, content)
 
     def add_pictures(self, index: Tensor, images: Tensor) -> None:
         """Keep a batch of pictures (B, C, H, W) as a PNG each."""
-        for i, image in zip(index.tolist(), images, strict=True):
-            write(self.file(i), png(image))
-        self._save_note(self.settings, int(index[-1]) + 1)
+        self._write({f"{i:06d}.png": png(image) for i, image in zip(index.tolist(), images, strict=True)})
+        self.done = max(self.done, int(index[-1]) + 1)
 
     def add(self, index: Tensor, **tensors: Tensor) -> None:
         """Keep a batch, or whatever was made of it: tensors with a row for every sample."""
         rows = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        write(self.folder / f"{int(index[0]):06d}.safetensors", to_bytes(rows))
-        self._save_note(self.settings, int(index[-1]) + 1)
+        first, last = int(index[0]), int(index[-1])
+        self._write({f"{first:06d}-{last:06d}.safetensors": to_bytes(rows)})
+        self.done = max(self.done, last + 1)
 
     def tensors(self, count: int) -> dict[str, Tensor]:
         """The rows of the first `count` samples."""
         parts: list[dict[str, Tensor]] = []
         covered = 0
-        for file in sorted(self.folder.glob("*.safetensors"), key=lambda file: int(file.stem)):
-            try:
-                part = load_file(file)
-            except (SafetensorError, OSError) as error:
-                raise TrueupError(
-                    f"{file} cannot be read ({error}): delete {self.folder} to start over"
-                ) from None
-            first, rows = int(file.stem), len(next(iter(part.values())))
-            if first + rows <= covered:
+        for name in sorted((name for name in self._files if self._has(name)), key=_rows):
+            (first, last), file = _rows(name), self.folder / name
+            if last <= covered:
                 continue  # written twice, in batches of other sizes
             if first > covered:
                 break
+            try:
+                part = load_file(file)
+                if any(len(tensor) != last - first for tensor in part.values()):
+                    raise ValueError(f"it does not hold {last - first} samples")
+            except (SafetensorError, OSError, ValueError) as error:
+                raise TrueupError(
+                    f"{file} cannot be read ({line(error)}): delete {self.folder} to start over"
+                ) from None
             parts.append({name: tensor[covered - first :] for name, tensor in part.items()})
-            covered = first + rows
+            covered = last
         if covered < count:
             raise TrueupError(f"{self.folder} lacks sample {covered}: delete it to start over")
         return {name: torch.cat([part[name] for part in parts])[:count] for name in parts[0]}
+
+    def remove(self) -> None:
+        """Delete what is ours, and the folder if nothing else is in it."""
+        self._delete()
+        (self.folder / _NOTE).unlink(missing_ok=True)
+        self._lock.release()
+        if not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+
+def _rows(name: str) -> tuple[int, int]:
+    """The samples a file holds, from the first to before the last.
+
+    >>> _rows("000008-000015.safetensors"), _rows("000003.png")
+    ((8, 16), (3, 4))
+    """
+    found = _NAME.fullmatch(name)
+    assert found is not None
+    return int(found[1]), int(found[2] or found[1]) + 1
+
+
+def _owner(path: Path) -> str | None:
+    """The file that `trueup.files.write` was writing when it left this one behind."""
+    found = re.fullmatch(r"\.(.+)\.tmp-[0-9a-f]{8}", path.name)
+    return None if found is None else found[1]
+
+
+def _told(value: Any) -> Any:
+    """Settings as JSON: all of a tensor counts, however long; what prints itself in part does not do."""
+    if not hasattr(value, "tolist"):
+        return repr(value)
+    array = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
+    if array.size <= 64:
+        return array.tolist()
+    digest = hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).hexdigest()
+    return f"{array.dtype} {array.shape} {digest}"
 
 
 class Output:
@@ -135,13 +215,10 @@ class Output:
         if path.exists() and not path.is_dir() and not self.one_file:
             raise TrueupError(f"{path} is a file: name a folder, or a file that ends in .npz or .png")
         if path.exists() and self.one_file and not force:
-            raise TrueupError(f"{path} exists: pass force=True to replace it, or name another file")
+            raise TrueupError(f"{path} exists", "pass {} to replace it, or name another file", _FORCE)
         if not path.parent.is_dir():
             raise TrueupError(f"{path.parent} is not a directory: make it first")
         self.kept = Kept(Path(f"{path}.run") if self.one_file else path, settings, force=force)
-        if not self.one_file:  # somebody may have taken one away
-            there = (self.kept.file(i).exists() for i in range(self.kept.done))
-            self.kept.done = next((i for i, found in enumerate(there) if not found), self.kept.done)
 
     def add(self, index: Tensor, images: Tensor) -> None:
         """Keep a batch."""
@@ -164,7 +241,7 @@ class Output:
             content = io.BytesIO()
             np.savez(content, images=pictures.numpy(), settings=np.array(json.dumps(self.kept.settings)))
             write(self.path, content.getvalue())
-        shutil.rmtree(self.kept.folder)
+        self.kept.remove()
 
 
 def grid(images: Tensor, columns: int | None = None, gap: int = 2) -> Tensor:

@@ -1,9 +1,6 @@
-"""Samplers whose states stay on the marginals: measure how they drift, and bring them back.
+"""Samplers whose states stay on the marginals: measure how they drift, and bring them back."""
 
-`calibrating` runs samplers, and is imported late: sampling itself needs the maps.
-"""
+from trueup.trajectory.calibrating import calibrate_sampler, check_sampler
+from trueup.trajectory.drift import Drift
 
-from trueup.trajectory.maps import Sampler, Trajectory
-from trueup.trajectory.states import States
-
-__all__ = ["Sampler", "States", "Trajectory"]
+__all__ = ["Drift", "calibrate_sampler", "check_sampler"]

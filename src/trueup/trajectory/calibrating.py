@@ -10,20 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trueup.artifact import load
-from trueup.attachment import attach
-from trueup.calibration import Calibration
-from trueup.data import Samples, Transform
-from trueup.denoiser import Denoiser
-from trueup.errors import DataError, MismatchError, TrueupError
+from trueup.calibration import Attachment, Calibration, Sampler, Trajectory, as_calibration
+from trueup.calibration.trajectory import find
+from trueup.errors import TrueupError
 from trueup.hf import as_denoiser
+from trueup.images import open_images
 from trueup.noise import mix
-from trueup.sampling.draw import as_solver
+from trueup.sampling.draw import as_solver, sampler_of
 from trueup.trajectory.drift import Drift
 from trueup.trajectory.fitting import fit
-from trueup.trajectory.maps import Sampler, Trajectory, find
-from trueup.trajectory.marginals import FEWEST_IMAGES, Marginals, too_few
-from trueup.trajectory.walk import TRAJECTORIES, Walk, network_and_states
+from trueup.trajectory.marginals import Marginals
+from trueup.trajectory.walk import TRAJECTORIES, Walk
 
 MATERIAL = 0.02  # nats per dimension that samples miss before anything is done; all spreads 14% short, say
 _OWN_STREAM = 0x747261  # so that nothing is fitted on the very samples it is then judged by
@@ -35,15 +32,10 @@ def calibrate_sampler(
     *,
     solver: Any = "dpm-solver-3",
     nfe: int | list[int] = 20,
-    grid: str | None = None,
     trajectories: int = TRAJECTORIES,
     labels: Any = None,
     guidance: float = 1.0,
-    null_label: Any = None,
     seed: int = 0,
-    batch_size: int | None = None,
-    scheduler: Any = None,
-    device: torch.device | str | None = None,
     progress: bool | None = None,
 ) -> Calibration:
     """The calibration, and with it what keeps a sampler's states on the marginals.
@@ -57,30 +49,18 @@ def calibrate_sampler(
     several can be in one calibration, and an older one for the same sampler is replaced. No data are needed.
     labels: for a conditional network, as often as they are in the data: its moments are those of all labels.
     """
-    denoiser = as_denoiser(model, scheduler=scheduler, device=device)
-    calibration = calibration if isinstance(calibration, Calibration) else load(calibration)
-    marginals = marginals_of(calibration, denoiser)
-    chosen = as_solver(solver, denoiser, grid)
+    denoiser, calibration = as_denoiser(model), as_calibration(calibration)
+    marginals = Marginals.of_calibration(calibration, denoiser)
+    chosen = as_solver(solver, denoiser)
     numbers: list[Any] = list(nfe) if isinstance(nfe, (list, tuple, range)) else [nfe]
     if not numbers:
         raise TrueupError("say how many evaluations: nfe")
-    walks = []
-    for number in numbers:
-        network, states = network_and_states(
-            denoiser,
-            chosen,
-            number,
-            trajectories=trajectories,
-            labels=labels,
-            guidance=guidance,
-            null_label=null_label,
-            batch_size=batch_size,
-        )
-        walks.append(Walk(chosen, number, network, states, marginals, trajectories, progress))
+    settings = {"trajectories": trajectories, "labels": labels, "guidance": guidance, "progress": progress}
+    walks = [Walk(denoiser, chosen, number, marginals, **settings) for number in numbers]
     made = list(calibration.trajectories)
-    with attach(denoiser, calibration):
+    with Attachment(denoiser, calibration):
         for walk in walks:
-            sampler = Sampler.of(chosen, chosen.budget(walk.nfe), guidance)
+            sampler = sampler_of(chosen, walk.nfe, guidance)
             trajectory = _calibrate(walk, sampler, seed, labels)
             made = [old for old in made if old.sampler.differences(sampler)] + [trajectory]
     return replace(calibration, trajectories=tuple(made))
@@ -143,73 +123,31 @@ def check_sampler(
     *,
     solver: Any = "dpm-solver-3",
     nfe: int = 20,
-    grid: str | None = None,
     trajectories: int = TRAJECTORIES,
-    images: int | None = None,
     labels: Any = None,
     guidance: float = 1.0,
-    null_label: Any = None,
     corrected: bool = True,
     seed: int = 0,
-    batch_size: int | None = None,
-    resize: str | None = None,
-    crop: str | None = None,
-    flip: bool = False,
-    data_range: tuple[float, float] | None = None,
-    skip_bad: bool = False,
-    scheduler: Any = None,
-    device: torch.device | str | None = None,
     progress: bool | None = None,
 ) -> Drift:
     """How far a sampler's states drift from where they belong.
 
-    data: images, as in `calibrate`, for the network as it is; or a `Calibration` made from them, or its file,
-    for the network with that attached and, if corrected, with the trajectory it has for this sampler.
+    data: `Images`, or whatever holds some, for the network as it is; or a `Calibration` made from them, or
+    its file, for the network with that attached and, if corrected, with its trajectory for this sampler.
     """
-    if isinstance(data, (str, PathLike)) and str(data).endswith(".safetensors"):
-        data = load(data)
-    denoiser = as_denoiser(model, scheduler=scheduler, device=device)
-    chosen = as_solver(solver, denoiser, grid)
-    network, states = network_and_states(
-        denoiser,
-        chosen,
-        nfe,
-        trajectories=trajectories,
-        labels=labels,
-        guidance=guidance,
-        null_label=null_label,
-        batch_size=batch_size,
-    )
-    sampler = Sampler.of(chosen, chosen.budget(nfe), guidance)
-    calibration = data if isinstance(data, Calibration) else None
+    is_file = isinstance(data, (str, PathLike)) and str(data).endswith(".safetensors")
+    calibration = as_calibration(data) if is_file or isinstance(data, Calibration) else None
+    denoiser = as_denoiser(model)
+    chosen = as_solver(solver, denoiser)
+    settings = {"trajectories": trajectories, "labels": labels, "guidance": guidance, "progress": progress}
     if calibration is None:
-        transform = Transform(resize, crop, flip, data_range)
-        samples = Samples(data, denoiser.shape, denoiser.data_range, transform, skip_bad)
-        marginals = Marginals.of_data(samples, images)
+        marginals = Marginals.of_data(open_images(data, denoiser))
     else:
-        marginals = marginals_of(calibration, denoiser)
-    applied = None
-    if calibration is not None and corrected:
-        applied = find(calibration.trajectories, sampler)
-    walk = Walk(chosen, nfe, network, states, marginals, trajectories, progress)
-    with attach(denoiser, calibration) if calibration is not None else nullcontext():
+        marginals = Marginals.of_calibration(calibration, denoiser)
+    walk = Walk(denoiser, chosen, nfe, marginals, **settings)
+    sampler = sampler_of(chosen, nfe, guidance)
+    applied = find(calibration.trajectories, sampler) if calibration is not None and corrected else None
+    with Attachment(denoiser, calibration) if calibration is not None else nullcontext():
         misses = walk.misses(mix(seed ^ mix(_OWN_STREAM ^ 1)), f"{sampler}", applied)
     generated = calibration is not None and calibration.generated is not None
-    return Drift(sampler, states, marginals.bands, misses, trajectories, marginals.images, generated)
-
-
-def marginals_of(calibration: Calibration, denoiser: Denoiser) -> Marginals:
-    """The moments of the data behind a calibration of a denoiser."""
-    if calibration.shape != denoiser.shape:
-        raise MismatchError(
-            f"this calibration is of samples of shape {calibration.shape}, the model's are {denoiser.shape}"
-        )
-    if calibration.data_images < FEWEST_IMAGES:
-        raise DataError(too_few(calibration.data_images))
-    return Marginals(
-        calibration.correction.bands,
-        calibration.data_mean,
-        calibration.data_variance,
-        calibration.data_variance_se,
-        calibration.data_images,
-    )
+    return Drift(sampler, walk.states, marginals.bands, misses, trajectories, marginals.images, generated)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from trueup.bands import Bands
+from trueup.calibration import Sampler, States
 from trueup.trajectory.fitting import Miss
-from trueup.trajectory.maps import Sampler
-from trueup.trajectory.states import States
 
 _SHADES = " ·░▒▓█"
 _PLAIN = " .:+*#"

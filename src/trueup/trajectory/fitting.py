@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trueup.bands import Bands
-from trueup.estimate.statistics import mean_and_error, threshold
+from trueup.statistics import mean_and_error, threshold
 
 FOLDS = 16
 SIGMAS = 1.5  # how far below its estimate the size of a miss is taken; how sure held-out trajectories must be

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trueup.bands import Bands
-from trueup.data import Samples
-from trueup.errors import DataError
+from trueup.bands import Bands, band_variance
+from trueup.calibration import Calibration
+from trueup.denoiser import Denoiser
+from trueup.errors import DataError, MismatchError
+from trueup.images.samples import Samples
+from trueup.noise import hashed
 
 FEWEST_IMAGES = 20
 _FOLDS = 16
@@ -27,26 +30,39 @@ class Marginals:
     images: int
 
     @classmethod
-    def of_data(cls, samples: Samples, images: int | None = None, batch_size: int = 64) -> Marginals:
-        """From images, no network involved."""
+    def of_data(cls, samples: Samples, batch_size: int = 64) -> Marginals:
+        """From images, no network involved; an image that is there twice counts once."""
         bands = Bands(samples.shape[1:])
-        channels, size = samples.shape[0], len(bands.index.flatten())
+        channels, size = samples.shape[0], bands.index.numel()
         first = torch.zeros(_FOLDS, channels, size, dtype=torch.float64)
         second = torch.zeros(_FOLDS, channels, bands.count, dtype=torch.float64)
         rows = torch.zeros(_FOLDS, dtype=torch.float64)
-        for batch in samples.batches(batch_size, limit=images):
+        for batch in samples.batches(batch_size, unique=True):
             z = bands.dct(batch.x0.double().cpu()).flatten(2)  # (B, C, K)
-            fold = batch.index % _FOLDS
+            fold = hashed(batch.index if batch.group is None else batch.group) % _FOLDS
             first.index_add_(0, fold, z)
             second.index_add_(0, fold, bands.sum(z.square()))
             rows.index_add_(0, fold, torch.ones(len(z), dtype=torch.float64))
         count = int(rows.sum())
-        if count < FEWEST_IMAGES:
-            raise DataError(too_few(count))
-        mean = first.sum(0) / count
-        used = rows > 0
-        variance, error = band_variance(bands, mean, first[used], second[used], rows[used])
-        return cls(bands, mean, variance, error, count)
+        _check_count(count)
+        return cls(bands, first.sum(0) / count, *band_variance(bands, first, second, rows), count)
+
+    @classmethod
+    def of_calibration(cls, calibration: Calibration, denoiser: Denoiser) -> Marginals:
+        """Those of the data behind a calibration of a denoiser."""
+        if calibration.shape != denoiser.shape:
+            raise MismatchError(
+                f"this calibration is of samples of shape {calibration.shape}, the model's are "
+                f"{denoiser.shape}"
+            )
+        _check_count(calibration.data_images)
+        return cls(
+            calibration.correction.bands,
+            calibration.data_mean,
+            calibration.data_variance,
+            calibration.data_variance_se,
+            calibration.data_images,
+        )
 
     def at(self, alpha: float, sigma: float) -> tuple[Tensor, Tensor]:
         """Mean (C, K) and variance (C, bands) of x_t."""
@@ -57,25 +73,8 @@ class Marginals:
         return alpha**2 * self.variance / self.images, (alpha**2 * self.variance_se).square()
 
 
-def too_few(images: int) -> str:
-    """What to say of data that are too few."""
-    return f"the moments of {images} images are not those of the data: use {FEWEST_IMAGES} or more"
-
-
-def band_variance(
-    bands: Bands, mean: Tensor, first: Tensor, second: Tensor, rows: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Variance of a coefficient, by channel and band, and its standard error, from sums by fold.
-
-    first (F, C, K), second (F, C, bands), rows (F,). Of few folds the error is that of Gaussian data.
-    """
-    count = rows.sum()
-    # Sum over a fold of (z - mean)^2; the mean is that of all, which costs one degree of freedom.
-    square = second - 2 * bands.sum(mean * first) + rows.reshape(-1, 1, 1) * bands.sum(mean**2)
-    square = square / bands.sizes * (count / (count - 1).clamp_min(1))
-    variance = (square.sum(0) / count).clamp_min(0.0)
-    folds = len(rows)
-    if folds < 4:
-        return variance, variance * (2 / count).sqrt()
-    scatter = (square - rows.reshape(-1, 1, 1) * variance).square().sum(0) * folds / (folds - 1)
-    return variance, scatter.sqrt() / count
+def _check_count(images: int) -> None:
+    if images < FEWEST_IMAGES:
+        raise DataError(
+            f"the moments of {images} images are not those of the data: use {FEWEST_IMAGES} or more"
+        )

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from trueup.calibration import States, Trajectory
+from trueup.calibration.trajectory import Adjust
 from trueup.denoiser import Denoiser
 from trueup.errors import ModelError, TrueupError
 from trueup.noise import normal
-from trueup.sampling.draw import STARTING_NOISE, Solver, count_evaluations, draw, network_for
-from trueup.sampling.network import Network
+from trueup.progress import Progress
+from trueup.sampling.draw import STARTING_NOISE, count_evaluations, draw, network_for
+from trueup.sampling.solver import Solver
 from trueup.trajectory.fitting import Miss, StateMoments, Target, measure
-from trueup.trajectory.maps import Trajectory
 from trueup.trajectory.marginals import Marginals
-from trueup.trajectory.states import Adjust, States
 
 TRAJECTORIES = 128
 FEWEST = 16
@@ -28,20 +27,33 @@ class Walk:
 
     def __init__(
         self,
+        denoiser: Denoiser,
         solver: Solver,
         nfe: int,
-        network: Network,
-        states: States,
         marginals: Marginals,
-        count: int,
-        progress: bool | None,
+        *,
+        trajectories: int = TRAJECTORIES,
+        labels: Any = None,
+        guidance: float = 1.0,
+        progress: bool | None = None,
     ):
-        self.solver, self.nfe, self.network = solver, nfe, network
-        self.states, self.marginals = states, marginals
-        denoiser = network.denoiser
-        self.index = torch.arange(count)
-        self.evaluations = count_evaluations(solver, nfe, denoiser, network.y) or 0
-        self.show = sys.stderr.isatty() if progress is None else progress
+        if not isinstance(trajectories, int) or isinstance(trajectories, bool) or trajectories < FEWEST:
+            raise TrueupError(f"moments need {FEWEST} trajectories or more, not {trajectories!r}")
+        if solver.adaptive:
+            raise TrueupError(
+                f"{solver.name} chooses its own steps: trajectories are of a fixed number of evaluations"
+            )
+        self.denoiser, self.solver, self.nfe = denoiser, solver, nfe
+        self.marginals, self.progress = marginals, progress
+        self.network = network_for(denoiser, labels, guidance)
+        self.index = torch.arange(trajectories)
+        y = self.network.y
+        if y is not None:  # every label as often, or labels from everywhere
+            count = len(y)
+            y = y[self.index % count if count <= trajectories else self.index * count // trajectories]
+            self.network.y = y
+        self.evaluations = count_evaluations(solver, nfe, denoiser, y) or 0
+        self.states: States = solver.states(denoiser, nfe, y)
 
     def target(self, i: int) -> Target:
         """The moments state i should have."""
@@ -72,46 +84,10 @@ class Walk:
 
     def go(self, seed: int, description: str, adjust: Adjust) -> None:
         """Take all trajectories from noise to samples."""
-        denoiser = self.network.denoiser
+        denoiser = self.denoiser
         start = normal(seed, self.index, STARTING_NOISE, denoiser.shape, denoiser.device)
         if denoiser.device.type == "mps":  # which has no float64
             start = start.cpu()
         self.noise = self.marginals.bands.dct(start.double()).flatten(2)  # (n, C, K)
-        total = self.evaluations * len(self.index)
-        with (
-            denoiser.evaluating(),
-            tqdm(total=total, desc=description, unit="eval", disable=not self.show, file=sys.stderr) as bar,
-        ):
-
-            def advance(evaluations: int) -> None:
-                bar.update(evaluations * len(self.index))
-
-            draw(self.solver, self.network, self.index, seed, self.nfe, advance, adjust)
-
-
-def network_and_states(
-    denoiser: Denoiser,
-    solver: Solver,
-    nfe: int,
-    *,
-    trajectories: int = TRAJECTORIES,
-    labels: Any = None,
-    guidance: float = 1.0,
-    null_label: Any = None,
-    batch_size: int | None = None,
-) -> tuple[Network, States]:
-    """A network ready to sample so many trajectories, and the states it will go through; or what is wrong."""
-    if not isinstance(trajectories, int) or isinstance(trajectories, bool) or trajectories < FEWEST:
-        raise TrueupError(f"moments need {FEWEST} trajectories or more, not {trajectories!r}")
-    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
-        raise TrueupError(f"batch_size is a whole number of at least 1, not {batch_size!r}")
-    if solver.adaptive:
-        raise TrueupError(
-            f"{solver.name} chooses its own steps: trajectories are of a fixed number of evaluations"
-        )
-    network = network_for(denoiser, solver, nfe, labels, guidance, null_label, batch_size)
-    if network.y is not None:
-        count = len(network.y)
-        turn = torch.arange(trajectories)  # every label as often, or labels from everywhere
-        network.y = network.y[turn % count if count <= trajectories else turn * count // trajectories]
-    return network, solver.states(denoiser, nfe, network.whole_times)
+        with Progress(self.evaluations * len(self.index), description, show=self.progress) as bar:
+            draw(self.solver, self.network, self.index, seed, self.nfe, bar, adjust)

@@ -6,6 +6,7 @@ import io
 import itertools
 import random
 import tracemalloc
+import zipfile
 
 import numpy as np
 import pytest
@@ -15,10 +16,10 @@ from hypothesis import strategies as st
 from PIL import Image, features
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-import trueup
-from trueup import process
-from trueup.data import Samples, Transform, digests
-from trueup.errors import DataError
+from trueup.denoiser import Denoiser
+from trueup.errors import Argument, DataError
+from trueup.images import Images, Samples, open_images, sources
+from trueup.process import ContinuousVP
 
 # Lossless ways to write an RGB image of few colours; JPEG is not one and is tested on its own.
 LOSSLESS = {
@@ -29,11 +30,6 @@ LOSSLESS = {
     "e.ppm": {},
     "f.tiff": {},
 }
-
-
-def digest(x0):
-    """Of a batch, as moments add it up over batches."""
-    return sum(digests(x0)) % 2**64
 
 
 PIXELS = (0.0, 255.0)  # a model range that leaves 8-bit values as they are
@@ -54,12 +50,20 @@ def planes(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image.convert("RGB"))).movedim(-1, 0).float()
 
 
-def read(
-    source, shape=(3, 6, 5), model_range=PIXELS, size=4, start=0, stop=None, **transform
-) -> torch.Tensor:
+def read(source, shape=(3, 6, 5), model_range=PIXELS, size=4, skip=(), limit=None, **images) -> torch.Tensor:
     """Every sample, stacked; 8-bit values stay 0..255 unless the model has a range."""
-    data = Samples(source, shape, model_range, Transform(**transform))
-    return torch.cat([batch.x0 for batch in data.batches(size, start, stop)])
+    data = Samples(Images(source, **images), shape, model_range)
+    return torch.cat([batch.x0 for batch in data.batches(size, skip=skip, limit=limit)])
+
+
+def indices(data: Samples, size: int = 4, **how) -> list[int]:
+    """Which samples are used, in their order."""
+    return [int(i) for batch in data.batches(size, **how) for i in batch.index]
+
+
+def digests(source, shape=(3, 6, 5), model_range=PIXELS, **images) -> list[int]:
+    data = Samples(Images(source, **images), shape, model_range)
+    return [int(d) for batch in data.batches(8) for d in batch.digests]
 
 
 def labels_of(source, shape=(3, 6, 5)) -> list[int]:
@@ -369,7 +373,7 @@ def test_npy_is_memory_mapped(tmp_path):
     array[1999] = 7
     array.flush()
     # What was written to the file after it was opened is what is read.
-    assert (next(data.batches(4, 1999)).x0 == 7).all()
+    assert (data.at(1999).x0 == 7).all()
 
 
 def test_npz_brings_its_labels(tmp_path):
@@ -458,7 +462,7 @@ def test_floats_that_may_be_0_to_1_are_refused_with_instructions():
     message = str(caught.value)
     assert "sample 0 of the array" in message
     assert "data_range=(0, 1)" in message
-    assert "data_range=(-1, 1)" in message
+    assert "data_range=(-1.0, 1.0)" in message
     # Following either instruction works.
     scaled = read(ambiguous, model_range=(-1.0, 1.0), data_range=(0, 1))
     assert torch.allclose(scaled, ambiguous * 2 - 1, rtol=0, atol=2e-7)  # one rounding of values up to 1
@@ -487,7 +491,7 @@ def test_floats_outside_the_range_are_refused():
 @pytest.mark.parametrize("data_range", [(1, 0), (1, 1), (0, float("nan")), (0, float("inf")), (0,)])
 def test_ranges_that_make_no_sense_are_refused(data_range):
     with pytest.raises(DataError, match=r"data_range is \(low, high\) with low < high"):
-        Transform(data_range=data_range)
+        Images([], data_range=data_range)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -575,7 +579,7 @@ def test_stream_is_consumed_lazily():
             pulled.append(i)
             yield picture(seed=i)
 
-    batches = Samples(images(), (3, 6, 5), PIXELS).batches(4, 0, 10)
+    batches = Samples(images(), (3, 6, 5), PIXELS).batches(4, limit=10)
     assert pulled == []
     next(batches)
     assert pulled == [0, 1, 2, 3]
@@ -591,37 +595,37 @@ def test_indexed_dataset_is_read_lazily():
             asked.append(index)
             return super().__getitem__(index)
 
-    read(Counting([picture()] * 100), start=90, stop=93)
-    assert asked == [90, 91, 92]
+    read(Counting([picture()] * 100), skip=range(90), limit=3)
+    assert asked[-3:] == [90, 91, 92]
+    assert max(asked) == 92
 
 
 def test_generator_is_read_on_from_where_it_was_left():
     x0 = torch.arange(30.0).reshape(30, 1, 1, 1).expand(30, 3, 6, 5)
     for generator in ((row for row in x0), (x0[i : i + 4] for i in range(0, 30, 4))):
-        data = Samples(generator, (3, 6, 5), PIXELS)
-        first = list(data.batches(4, 0, 10))
-        second = list(data.batches(4, 10, 15))
-        rest = list(data.batches(8, 20))
-        for batches, wanted in ((first, range(10)), (second, range(10, 15)), (rest, range(20, 30))):
-            assert torch.cat([batch.index for batch in batches]).tolist() == list(wanted)
+        data = Samples(Images(generator, offset=100), (3, 6, 5), PIXELS)
+        first = list(data.batches(4, limit=10))
+        rest = list(data.batches(8, skip=range(100, 110)))
+        for batches, wanted in ((first, range(10)), (rest, range(10, 30))):
+            assert torch.cat([batch.index for batch in batches]).tolist() == [100 + i for i in wanted]
             assert torch.equal(torch.cat([batch.x0 for batch in batches]), x0[wanted.start : wanted.stop])
 
 
 def test_generator_is_not_read_twice():
     data = Samples((picture(seed=i) for i in range(5)), (3, 6, 5), PIXELS)
     assert sum(len(batch.index) for batch in data.batches(2)) == 5
-    with pytest.raises(DataError, match="generator can be read only once, and 5 samples of it are gone"):
-        next(data.batches(2))
+    for skip in ((), {0, 1, 2, 3}):
+        with pytest.raises(DataError, match="generator can be read only once, and 5 samples of it are gone"):
+            next(data.batches(2, skip=skip))
 
 
-def test_more_images_for_the_mean_come_after_those_that_were_measured():
-    denoiser = trueup.Denoiser(lambda x_t, t: x_t, process.ContinuousVP(), "noise", shape=(1, 2, 2))
-    x0 = torch.linspace(-1, 1, 80).reshape(20, 1, 2, 2)
-    common = {"images": 6, "mean_images": 8, "levels": [0.5], "data_range": (-1, 1), "progress": False}
-    from_list = trueup.measure(denoiser, list(x0), **common)
-    from_generator = trueup.measure(denoiser, (x for x in x0), **common)
-    assert from_generator.data_rows == from_list.data_rows == 14
-    assert from_generator.data_digest == from_list.data_digest == digest(x0[:14])
+def test_stream_begins_anew_and_is_checked_against_what_was_skipped():
+    rows = [picture(seed=i) for i in range(6)]
+    done = dict(enumerate(digests(rows)[:4]))
+    assert indices(Samples(Stream(rows), (3, 6, 5), PIXELS), skip=done) == [4, 5]
+    assert indices(Samples(iter(rows), (3, 6, 5), PIXELS), skip=done) == [4, 5]  # resumed by another process
+    with pytest.raises(DataError, match="sample 0 of Stream is not what it was before"):
+        indices(Samples(Stream(rows[::-1]), (3, 6, 5), PIXELS), skip=done)
 
 
 def test_rows_that_hold_no_image_are_refused():
@@ -684,14 +688,16 @@ def test_shorter_side_alone_is_enough_when_the_aspect_is_right():
     image = picture(12, 10)
     expected = planes(image.resize((5, 6), Image.Resampling.BICUBIC))
     assert torch.equal(read([image], resize="shorter")[0], expected)
-    with pytest.raises(DataError, match="is 6x10 after resize='shorter' and crop=None; the model takes 6x5"):
+    with pytest.raises(DataError, match="is 6x10 when resized, the model takes 6x5: pass crop='center' too"):
         read([picture(6, 10)], resize="shorter")
 
 
 def test_crop_takes_the_middle_and_changes_no_pixel():
     image = picture(10, 11)
     assert torch.equal(read([image], crop="center")[0], planes(image)[:, 2:8, 3:8])
-    with pytest.raises(DataError, match="after resize=None and crop='center'"):
+    with pytest.raises(
+        DataError, match="is 4x11 when cropped, the model takes 6x5: pass resize='shorter' too"
+    ):
         read([picture(4, 11)], crop="center")
 
 
@@ -709,9 +715,9 @@ def test_nothing_is_resized_unasked():
 
 def test_unknown_options_are_refused():
     with pytest.raises(DataError, match="resize is None, 'shorter' or 'exact', not 'longer'"):
-        Transform(resize="longer")
+        Images([], resize="longer")
     with pytest.raises(DataError, match="crop is None or 'center', not 'random'"):
-        Transform(crop="random")
+        Images([], crop="random")
     for size in (0, -1):
         with pytest.raises(DataError, match="at least one sample"):
             next(Samples(torch.zeros(2, 3, 6, 5), (3, 6, 5), PIXELS).batches(size))
@@ -723,8 +729,11 @@ def test_flip_mirrors_about_half_of_the_samples_whoever_reads_them():
     mirrored = (flipped == x0.flip(-1)).all(-1).flatten()
     assert torch.equal(mirrored, ~(flipped == x0).all(-1).flatten())
     assert abs(int(mirrored.sum()) - 2000) < 5 * 1000**0.5  # five standard deviations of fair coins
-    assert torch.equal(read(x0, (1, 1, 2), size=7, start=100, stop=300, flip=True), flipped[100:300])
-    assert torch.equal(read(iter(x0), (1, 1, 2), stop=300, flip=True), flipped[:300])
+    part = read(x0, (1, 1, 2), size=7, skip=range(100), limit=200, flip=True)
+    assert torch.equal(part, flipped[100:300])
+    assert torch.equal(read(iter(x0), (1, 1, 2), limit=300, flip=True), flipped[:300])
+    # An image is mirrored by its global index: shards see what the whole sees.
+    assert torch.equal(read(x0[100:], (1, 1, 2), size=7, offset=100, flip=True), flipped[100:])
 
 
 def test_flip_is_left_to_right():
@@ -736,68 +745,461 @@ def test_flip_is_left_to_right():
 # Batches and fingerprints
 
 
+SOURCES = {
+    "indexed": Rows,
+    "stream": Stream,
+    "generator": iter,
+    "loader": lambda rows: DataLoader(Rows(rows), batch_size=4),
+}
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     count=st.integers(0, 12),
     size=st.integers(1, 5),
-    start=st.integers(0, 14),
-    stop=st.none() | st.integers(0, 16),
-    kind=st.sampled_from(["indexed", "stream", "generator", "loader"]),
+    skip=st.sets(st.integers(0, 14)),
+    limit=st.none() | st.integers(0, 16),
+    offset=st.sampled_from([0, 7]),
+    kind=st.sampled_from([*SOURCES]),
 )
-def test_batches_are_slices(count, size, start, stop, kind):
+def test_batches_are_what_is_left(count, size, skip, limit, offset, kind):
     x0 = torch.arange(float(count)).reshape(count, 1, 1).expand(count, 1, 3)
     rows = [(x, 100 + i) for i, x in enumerate(x0)]
-    sources = {
-        "indexed": lambda: Rows(rows),
-        "stream": lambda: Stream(rows),
-        "generator": lambda: iter(rows),
-        "loader": lambda: DataLoader(Rows(rows), batch_size=4),
-    }
-    batches = list(Samples(sources[kind](), (1, 3), None).batches(size, start, stop))
-    wanted = list(range(count))[start:stop]
-    assert [index for batch in batches for index in batch.index.tolist()] == wanted
+    data = Samples(Images(SOURCES[kind](rows), offset=offset), (1, 3), None)
+    batches = list(data.batches(size, skip={offset + i for i in skip}, limit=limit))
+    wanted = [i for i in range(count) if i not in skip][:limit]
+    assert [index - offset for batch in batches for index in batch.index.tolist()] == wanted
     assert [y for batch in batches for y in batch.y.tolist()] == [100 + i for i in wanted]
-    assert all(torch.equal(batch.x0, x0[batch.index]) for batch in batches)
+    assert all(torch.equal(batch.x0, x0[batch.index - offset]) for batch in batches)
     assert all(len(batch.index) == size for batch in batches[:-1])
     assert all(0 < len(batch.index) <= size for batch in batches[-1:])
 
 
-@settings(deadline=None, max_examples=30)
-@given(order=st.permutations(range(8)), cut=st.integers(0, 8))
-def test_digest_depends_on_neither_order_nor_batches(order, cut):
-    x0 = torch.randn(8, 3, 4, 5, generator=torch.Generator().manual_seed(0))
-    shuffled = x0[list(order)]
-    assert (digest(shuffled[:cut]) + digest(shuffled[cut:])) % 2**64 == digest(x0)
-    assert 0 <= digest(x0) < 2**64
+def test_parts_of_a_batch():
+    batch = next(
+        Samples(Images(torch.rand(5, 1, 4, 4), labels=range(5), groups=range(5)), (1, 4, 4), None).batches(5)
+    )
+    part = batch.rows(slice(1, 3))
+    assert len(part) == 2
+    for name in ("index", "x0", "y", "digests", "group"):
+        assert torch.equal(getattr(part, name), getattr(batch, name)[1:3])
+    assert torch.equal(batch.to(torch.device("cpu")).x0, batch.x0)
+
+
+# Which images
+
+
+def numbered(count: int) -> torch.Tensor:
+    """Samples (1, 2, 2) that all differ, sorted by brightness, as a folder may be."""
+    return (torch.arange(float(count)) / count).reshape(count, 1, 1, 1).expand(count, 1, 2, 2)
+
+
+def used(count, seed=0, total=400, **how) -> list[int]:
+    return indices(Samples(Images(numbered(total), count=count, seed=seed), (1, 2, 2), None), **how)
+
+
+def test_count_takes_a_random_subset_not_the_first():
+    """The first 40 of a sorted folder were the 40 darkest: the calibration did harm."""
+    picked = used(40)
+    assert len(set(picked)) == 40
+    mean = sum(picked) / 40
+    # 40 of 400 without replacement: the mean is 199.5 with a standard error of 115.5 sqrt(0.9 / 40).
+    assert abs(mean - 199.5) < 5 * 115.5 * (0.9 / 40) ** 0.5
+    assert min(picked) < 100
+    assert max(picked) >= 300
+
+
+def test_the_same_seed_takes_the_same_images_and_another_seed_others():
+    assert used(40) == used(40) == used(40, size=7)
+    assert used(40) != used(40, seed=1)
+    assert len({*used(40)} & {*used(40, seed=1)}) < 20  # 4 are expected
+
+
+def test_more_images_are_the_same_and_more():
+    for fewer, more in ((1, 2), (40, 41), (100, 400), (400, 1000)):
+        assert used(more)[: len(used(fewer))] == used(fewer)
+    assert sorted(used(1000)) == list(range(400))
+
+
+def test_what_was_done_counts():
+    all_of_them = used(40)
+    assert used(40, skip=set(all_of_them[:30])) == all_of_them[30:]
+    assert used(40, skip=set(all_of_them)) == []
+    assert used(40, limit=5) == all_of_them[:5]
+
+
+def test_without_a_count_everything_is_read_in_order():
+    assert used(None) == list(range(400))
+
+
+def test_count_of_a_stream_is_the_first():
+    for kind in ("stream", "generator", "loader"):
+        data = Samples(Images(SOURCES[kind](list(numbered(20))), count=6), (1, 2, 2), None)
+        assert data.expected() == 6
+        assert indices(data) == list(range(6))
+
+
+def test_how_many_samples_there_will_be():
+    data = Samples(Images(numbered(20), count=30), (1, 2, 2), None)
+    assert (data.expected(), data.expected(7), len(data)) == (20, 7, 20)
+    assert Samples(iter(numbered(20)), (1, 2, 2), None).expected() is None
+
+
+def test_a_bad_image_is_replaced_by_the_next_of_the_subset():
+    x0 = numbered(400).clone()
+    bad = used(40)[3]
+    x0[bad] = float("nan")
+    data = Samples(Images(x0, count=40, skip_bad=True), (1, 2, 2), None)
+    assert indices(data) == [i for i in used(41) if i != bad]
+    assert data.skipped == [f"sample {bad} of the array holds values that are not finite"]
+    with pytest.raises(DataError, match=f"sample {bad} of the array"):
+        indices(Samples(Images(x0, count=40), (1, 2, 2), None))
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, "5"])
+def test_counts_that_make_no_sense_are_refused(count):
+    with pytest.raises(DataError, match="count is a whole number of at least 1"):
+        Images([], count=count)
+    with pytest.raises(DataError, match="offset is a whole number of at least 0"):
+        Images([], offset=-1 if count == 0 else count)
+
+
+def test_one_sample_is_found_by_its_global_index():
+    rows = [picture(seed=i) for i in range(5)]
+    data = Samples(
+        Images(rows, offset=1000, labels=[9, 8, 7, 6, 5], groups="abcab", count=3), (3, 6, 5), PIXELS
+    )
+    for batch in data.batches(1):
+        again = data.at(int(batch.index))
+        for name in ("index", "x0", "y", "digests", "group"):
+            assert torch.equal(getattr(again, name), getattr(batch, name))
+    assert data.at(1002).y.tolist() == [7]
+
+
+# The same image twice
+
+
+def repeated(times: int = 3, count: int = 20):
+    return [picture(seed=i % count) for i in range(times * count)]
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_an_image_that_was_read_before_counts_once(kind):
+    """The same 20 images six times looked like 120 held-out ones: a claimed gain was a harm."""
+    source = repeated() if kind != "loader" else [np.array(image) for image in repeated()]
+    data = Samples(SOURCES[kind](source), (3, 6, 5), PIXELS)
+    assert indices(data, unique=True) == list(range(20))
+    assert data.duplicates == 40
+    if kind != "generator":
+        assert len(indices(Samples(SOURCES[kind](source), (3, 6, 5), PIXELS))) == 60
+
+
+def test_images_that_were_used_elsewhere_can_be_left_out():
+    rows = repeated(2)
+    known = digests(rows)[:5]
+    data = Samples(rows, (3, 6, 5), PIXELS)
+    assert indices(data, without=known, unique=True) == list(range(5, 20))
+    assert data.duplicates == 15  # those left out on purpose are not among them
+    assert indices(Samples(rows, (3, 6, 5), PIXELS), without=known) == [*range(5, 20), *range(25, 40)]
+
+
+def test_a_count_is_filled_with_images_that_differ():
+    data = Samples(Images(repeated(), count=15), (3, 6, 5), PIXELS)
+    picked = indices(data, unique=True)
+    assert len({i % 20 for i in picked}) == len(picked) == 15
 
 
 def test_digest_changes_with_any_pixel():
-    array = np.stack([pixels(6, 5, seed=i) for i in range(2)])
-    seen = {digest(read(array, model_range=(-1.0, 1.0)))}
+    array = np.stack([pixels(6, 5, seed=i) for i in range(1)])
+    seen = {*digests(array)}
     for position in np.ndindex(array.shape):
         changed = array.copy()
         changed[position] ^= 1
-        seen.add(digest(read(changed, model_range=(-1.0, 1.0))))
+        seen |= {*digests(changed)}
     assert len(seen) == array.size + 1
+    assert all(-(2**63) <= d < 2**63 for d in seen)
 
 
-def test_digest_counts_repeated_samples_and_moved_pixels():
-    x0 = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(0))
-    assert digest(torch.cat([x0, x0[:1]])) != digest(x0)
-    assert digest(torch.cat([x0, x0])) != 0
-    assert digest(x0.flip(-1)) != digest(x0)
-    assert digest(x0.flip(0)) == digest(x0)
-    assert digest(x0[:0]) == 0
+def test_digest_is_of_the_image_not_of_how_it_is_stored_or_used(tmp_path):
+    array = pixels(6, 5)
+    Image.fromarray(array).save(tmp_path / "a.png")
+    Image.fromarray(array).save(tmp_path / "b.bmp")
+    first = digests([picture()])[0]
+    assert digests(tmp_path) == [first, first]
+    for other in (
+        array[None],
+        array.transpose(2, 0, 1)[None],
+        torch.from_numpy(array)[None],
+        array[None, :, ::-1][:, :, ::-1],
+    ):
+        assert digests(other) == [first]
+    assert digests([picture()] * 8, flip=True) == [first] * 8  # a mirrored image is the same image
+    assert digests([picture()], model_range=(-1.0, 1.0)) == [first]
+    big = pixels(12, 10)
+    assert digests([Image.fromarray(big)], resize="exact") == digests([Image.fromarray(big)], crop="center")
 
 
-def test_digest_reads_values_not_memory_layout():
-    x0 = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(0))
-    strided = x0.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-    assert digest(strided) == digest(x0)
+def test_every_kind_of_number_has_a_digest():
+    x0 = torch.rand(3, 1, 4, 4) * 2 - 1
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        assert len({*digests(x0.to(dtype), (1, 4, 4), (-1.0, 1.0))}) == 3
+
+
+# Groups and labels
+
+
+def test_images_of_a_group_have_the_same_key():
+    x0 = numbered(6)
+    by_list = next(Samples(Images(x0, groups=list("aabbca")), (1, 2, 2), None).batches(6)).group
+    by_function = next(Samples(Images(x0, groups=lambda i: "aabbca"[i]), (1, 2, 2), None).batches(6)).group
+    assert torch.equal(by_list, by_function)
+    assert by_list.dtype == torch.int64
+    for i, j in itertools.combinations(range(6), 2):
+        assert bool(by_list[i] == by_list[j]) == ("aabbca"[i] == "aabbca"[j])
+
+
+def test_keys_of_a_group_may_be_numbers_of_any_library():
+    x0 = numbered(3)
+    expected = next(Samples(Images(x0, groups=[5, 5, 6]), (1, 2, 2), None).batches(3)).group
+    for keys in (np.array([5, 5, 6]), torch.tensor([5, 5, 6])):
+        assert torch.equal(next(Samples(Images(x0, groups=keys), (1, 2, 2), None).batches(3)).group, expected)
+
+
+def test_a_stream_has_groups_by_its_index():
+    data = Samples(Images(Stream(list(numbered(6))), groups=lambda i: i // 2), (1, 2, 2), None)
+    first, second, third = next(data.batches(6)).group.reshape(3, 2).unbind()
+    assert first[0] == first[1] != second[0] == second[1] != third[0] == third[1]
+
+
+@pytest.mark.parametrize("name", ["labels", "groups"])
+def test_labels_and_groups_are_one_per_image(name):
+    with pytest.raises(DataError, match=f"the array holds 6 images, and there are 5 {name}"):
+        Samples(Images(numbered(6), **{name: range(5)}), (1, 2, 2), None)
+    stream = Samples(Images(Stream(list(numbered(6))), **{name: range(5)}), (1, 2, 2), None)
+    with pytest.raises(DataError, match=f"sample 5 of Stream has no {name[:-1]}"):
+        list(stream.batches(6))
+
+
+def test_labels_may_be_given_beside_the_images():
+    data = Samples(Images(numbered(6), labels=[5, 4, 3, 2, 1, 0], count=4), (1, 2, 2), None)
+    for batch in data.batches(2):
+        assert torch.equal(batch.y, 5 - batch.index)
+
+
+# Latents
+
+
+class Halves:
+    """An autoencoder whose latents are the means of 2x2 squares, twice as large."""
+
+    def __init__(self, shape=(3, 4, 4)):
+        self.shape = shape
+
+    def picture_shape(self, latent):
+        return self.shape
+
+    def encode(self, pictures):
+        return 2 * torch.nn.functional.avg_pool2d(pictures, pictures.shape[-1] // 2)
+
+
+def latent_model(autoencoder, data_range=None) -> Denoiser:
+    return Denoiser(
+        lambda x_t, t: x_t, ContinuousVP(), "noise", (3, 2, 2), data_range=data_range, autoencoder=autoencoder
+    )
+
+
+def test_pictures_are_encoded_where_a_model_takes_latents():
+    array = np.stack([pixels(4, 4, seed=i) for i in range(5)])
+    expected = Halves().encode(torch.from_numpy(array).permute(0, 3, 1, 2) / 127.5 - 1)
+    model = latent_model(Halves())
+    for source in (array, [Image.fromarray(a) for a in array]):
+        data = open_images(source, model)
+        x0 = torch.cat([batch.x0 for batch in data.batches(2)])
+        torch.testing.assert_close(x0, expected, rtol=0, atol=1e-6)  # float32 rounding of values up to 2
+        torch.testing.assert_close(data.at(3).x0, expected[3:4], rtol=0, atol=1e-6)
+    latents = torch.randn(5, 3, 2, 2)
+    mixed = [latents[0], array[1], latents[2]]
+    x0 = torch.cat([batch.x0 for batch in open_images(mixed, model).batches(3)])
+    torch.testing.assert_close(x0, torch.stack([latents[0], expected[1], latents[2]]), rtol=0, atol=1e-6)
+
+
+def test_pictures_as_large_as_their_latents_are_encoded_too():
+    array = np.stack([pixels(2, 2, seed=i) for i in range(2)])
+
+    class Doubles(Halves):
+        def encode(self, pictures):
+            return 2 * pictures
+
+    x0 = next(open_images(array, latent_model(Doubles((3, 2, 2)))).batches(2)).x0
+    torch.testing.assert_close(x0, 2 * (torch.from_numpy(array).permute(0, 3, 1, 2) / 127.5 - 1))
+
+
+def test_pictures_to_encode_are_resized_to_what_the_autoencoder_takes():
+    x0 = next(open_images(Images([picture(8, 8)], resize="exact"), latent_model(Halves())).batches(1)).x0
+    assert x0.shape == (1, 3, 2, 2)
+    with pytest.raises(DataError, match="is 8x8, the model takes 4x4: pass resize='shorter'"):
+        next(open_images([picture(8, 8)], latent_model(Halves())).batches(1))
+
+
+def test_an_autoencoder_that_does_not_fit_the_model_is_named():
+    class Wrong(Halves):
+        def encode(self, pictures):
+            return pictures
+
+    with pytest.raises(DataError, match=r"latents of shape \(3, 4, 4\), the model takes \(3, 2, 2\)"):
+        next(open_images([picture(4, 4)], latent_model(Wrong())).batches(1))
 
 
 def test_pictures_are_not_taken_for_latents():
-    with pytest.raises(DataError, match="8-bit picture, and the model takes latents: encode it first"):
+    with pytest.raises(
+        DataError, match="8-bit picture, and the model takes latents: encode it with the model's"
+    ):
         read([picture()], model_range=None)
     latents = torch.randn(2, 3, 6, 5) * 7
     assert torch.equal(read(latents, model_range=None), latents)
+
+
+# Files nobody should trust
+
+
+def npz(path, members: dict[str, bytes], compression=zipfile.ZIP_STORED):
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return path
+
+
+def header(shape, dtype="|u1", version=(1, 0)) -> bytes:
+    buffer = io.BytesIO()
+    values = {"descr": dtype, "fortran_order": False, "shape": shape}
+    writer = (
+        np.lib.format.write_array_header_1_0 if version == (1, 0) else np.lib.format.write_array_header_2_0
+    )
+    writer(buffer, values)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
+@pytest.mark.parametrize("shape", [(6_000_000, 3, 33, 33), (10**30, 3, 6, 5), (2**31, 2**31, 2**31)], ids=str)
+@pytest.mark.parametrize("name", ["image.npy", "label.npy"])
+def test_a_header_that_claims_what_is_not_there_is_not_believed(tmp_path, monkeypatch, version, shape, name):
+    """19.6 GB were asked for."""
+    members = {"image.npy": header((0, 3, 6, 5)), name: header(shape, version=version) + bytes(100)}
+    path = npz(tmp_path / "a.npz", members)
+    monkeypatch.setattr(np, "load", None)  # nobody gets as far as reading it
+    with pytest.raises(DataError, match=rf"a\.npz: {name} claims [\d,]+ bytes that are not in the file"):
+        Samples(path, (3, 6, 5), PIXELS)
+
+
+def test_an_archive_that_unpacks_to_more_than_memory_is_refused(tmp_path, monkeypatch):
+    content = header((10_000, 3, 6, 5)) + bytes(10_000 * 90)
+    path = npz(tmp_path / "bomb.npz", {"image.npy": content}, zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 10_000
+    assert len(Samples(path, (3, 6, 5), PIXELS)) == 10_000
+    monkeypatch.setattr(sources, "_memory", lambda: 500_000.0)
+    with pytest.raises(DataError, match=r"bomb\.npz does not fit into memory: save its images as a \.npy"):
+        Samples(path, (3, 6, 5), PIXELS)
+
+
+def test_memory_that_runs_out_is_said_in_one_line(tmp_path, monkeypatch):
+    np.savez(tmp_path / "a.npz", image=np.zeros((2, 3, 6, 5), np.uint8))
+
+    def load(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(np, "load", load)
+    with pytest.raises(DataError, match="does not fit into memory"):
+        Samples(tmp_path / "a.npz", (3, 6, 5), PIXELS)
+
+
+def test_an_npy_that_claims_gigabytes_is_refused(tmp_path):
+    (tmp_path / "a.npy").write_bytes(header((6_000_000, 3, 33, 33)) + bytes(1000))
+    with pytest.raises(DataError, match=r"a\.npy cannot be read"):
+        Samples(tmp_path / "a.npy", (3, 33, 33), PIXELS)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x93NUMPY",
+        b"\x93NUMPY\x01\x00\x10\x00" + b"(" * 16,
+        b"\x93NUMPY\x01\x00\x10\x00" + b"'" * 16,
+        b"\x93NUMPY\x01\x00\x06\x00{'a'\n(",
+        b"\x93NUMPY\x09\x00" + bytes(50),
+        b"\x93NUMPY\x03\x00\x04\x00\x00\x00\xff\xff\xff\xff",
+        header((-5, 3, 6, 5)) + bytes(100),
+        header((1, 3, 6, 5), "|O") + bytes(100),
+    ],
+    ids=lambda content: repr(content[:16]),
+)
+def test_a_damaged_member_is_said_in_one_line(tmp_path, content):
+    npz(tmp_path / "a.npz", {"image.npy": content})
+    (tmp_path / "a.npy").write_bytes(content)
+    for name in ("a.npz", "a.npy"):
+        with pytest.raises(DataError, match=rf"{name}") as caught:
+            read(tmp_path / name)
+        assert str(caught.value).isprintable()
+
+
+def test_an_encrypted_archive_is_said_in_one_line(tmp_path):
+    path = npz(tmp_path / "a.npz", {"image.npy": header((1, 3, 6, 5)) + bytes(90)})
+    content = bytearray(path.read_bytes())
+    content[6] |= 1  # the bits that say so, in the member's header and in the directory
+    content[content.index(b"PK\x01\x02") + 8] |= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.npz cannot be read: .*encrypted"):
+        Samples(path, (3, 6, 5), PIXELS)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_rotated_picture_is_read_upright(tmp_path, orientation):
+    """Its EXIF orientation was ignored without a word."""
+    shown = Image.fromarray(np.kron(pixels(6, 5)[..., :1].repeat(3, 2), np.ones((8, 8, 1), np.uint8)))
+    undo = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_90,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_270,
+    }
+    stored = shown.transpose(undo[orientation]) if orientation > 1 else shown
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored.save(tmp_path / "a.jpg", quality=100, subsampling=0, exif=exif)
+    stored.save(tmp_path / "b.png", exif=exif)
+    with Image.open(tmp_path / "b.png") as opened:
+        for source in (tmp_path, [tmp_path / "a.jpg", opened]):
+            jpeg, png = read(source, (3, 48, 40))
+            assert torch.equal(png, planes(shown))
+            assert (jpeg - planes(shown)).abs().max() <= 3  # rounding to YCbCr
+
+
+def test_names_do_nothing_to_a_terminal_but_appear(tmp_path):
+    name = "\x1b[2J\nverdict: all fine\r.png"
+    for folder in (tmp_path / "a", tmp_path / "\x1b[31mred\n"):
+        folder.mkdir()
+        (folder / name).write_bytes(b"not an image")
+        with pytest.raises(DataError, match=r"\\x1b\[2J\\nverdict") as caught:
+            read(folder)
+        assert str(caught.value).isprintable()
+        picture(9, 9).save(folder / name)
+        data = Samples(Images(folder, skip_bad=True), (3, 6, 5), PIXELS)
+        assert list(data.batches(1)) == []
+        assert data.name.isprintable()
+        assert data.skipped[0].isprintable()
+    for source in (tmp_path / "\x1b[1m", tmp_path / "\x1b.npy"):
+        with pytest.raises(DataError, match=r"\\x1b.*is not there") as caught:
+            Samples(source, (3, 6, 5), PIXELS)
+        assert str(caught.value).isprintable()
+
+
+def test_names_with_braces_are_only_names(tmp_path):
+    for name in ("{}.png", "{0!r:>99}.png", "{resize}.png"):
+        picture(6, 10).save(tmp_path / name)
+    for images in ({}, {"resize": "shorter"}):
+        with pytest.raises(DataError, match=r"\{.*\}\.png is 6x10") as caught:
+            read(tmp_path, **images)
+        assert caught.value.phrased(Argument.option).endswith(("--resize exact", "--crop center too"))

@@ -1,0 +1,137 @@
+"""What can be seen to be wrong with a command at once: said before torch, diffusers or a model are loaded."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from trueup.errors import Argument, DataError, ModelError, TrueupError
+from trueup.files import bundled
+
+# Options of `likelihood` that only one of its methods has.
+BELONGS = {
+    "steps": "bound",
+    "variance": "bound",
+    "draws": "bound",
+    "uniform": "bound",
+    "tolerance": "ode",
+    "trace": "ode",
+    "probes": "ode",
+    "start": "ode",
+}
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise for a command that cannot be carried out, whatever its model and images hold."""
+    _CHECKS.get(options.command, lambda _: None)(options)
+    if getattr(options, "grid", None) is not None:
+        names = options.solver if isinstance(options.solver, list) else [options.solver]
+        other = next((name for name in names if not name.startswith("dpm-solver")), None)
+        if other is not None:
+            raise TrueupError(f"--grid belongs to DPM-Solver: {other} has its own")
+    if options.command == "sample":  # which may write to a folder
+        _check_samples(options.output, options.force)
+    else:
+        for name in ("output", "save_reference", "figure"):
+            path = getattr(options, name, None)
+            if path is not None:
+                _check_output(path, name == "figure" or options.force)
+    for name in ("calibration", "reference", "scheduler", "vae", "weights", "file"):
+        path = getattr(options, name, None)
+        if path is not None and not Path(path).exists():
+            raise TrueupError(f"{path} does not exist")
+    if getattr(options, "data", None) is not None and not bundled(options.data).exists():
+        raise DataError(f"{options.data} is not there: name a folder of images, a .npy or an .npz file")
+    if hasattr(options, "model") and not bundled(options.model).is_dir():
+        raise ModelError(
+            f"{options.model} is not a directory that save_pretrained wrote (a name on the Hub must be "
+            "downloaded first)"
+        )
+
+
+def _check_output(output: Path, force: bool) -> None:
+    if output.is_dir():
+        raise TrueupError(f"{output} is a directory: name the file to write")
+    if output.exists() and not output.is_file():
+        raise TrueupError(f"{output} is not a file that can be replaced: name another")
+    if output.exists() and not force:
+        advice = "pass {} to replace it, or name another file"
+        raise TrueupError(f"{output} exists", advice, Argument("force", True))
+    _check_folder(output.parent)
+
+
+def _check_samples(output: Path, force: bool) -> None:
+    """One file, or a folder that may be made or added to; `Output` looks at what is in it."""
+    if output.suffix.lower() in (".png", ".npz"):
+        _check_output(output, force)
+    else:
+        _check_folder(output if output.is_dir() else output.parent)
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise TrueupError(f"{folder} is not a directory: make it first")
+    if not os.access(folder, os.W_OK):
+        raise TrueupError(f"cannot write in {folder}")
+
+
+def _calibrate(options: argparse.Namespace) -> None:
+    if sum(given is not None for given in (options.data, options.generated, options.calibration)) != 1:
+        raise DataError(
+            "say what to measure on, one of --data, --generated N (samples of the model itself) and, to add "
+            "samplers to it, --calibration FILE"
+        )
+    if options.calibration is not None and options.solver is None:
+        raise DataError("say which sampler to add to the calibration: --solver NAME --nfe N")
+    _check_about_samplers(options)
+
+
+def _check(options: argparse.Namespace) -> None:
+    _check_about_samplers(options)
+    if options.solver is None:
+        if options.calibration is not None:
+            raise TrueupError("--calibration goes with --solver: how its states drift with the calibration")
+        _need_data(options, "say what to measure on")
+        return
+    for name in ("fail_above", "figure"):
+        if getattr(options, name) is not None:
+            raise TrueupError(f"{Argument(name).option()} is about the network: leave out --solver")
+    if (options.data is None) == (options.calibration is None):
+        raise DataError("say what states should be like: --data, or a --calibration that knows its moments")
+
+
+def _check_about_samplers(options: argparse.Namespace) -> None:
+    """Without a sampler there must be nothing said about one."""
+    given = [name for name in ("nfe", "trajectories", "grid") if getattr(options, name) is not None]
+    given += ["guidance"] if options.guidance != 1.0 else []
+    if given and options.solver is None:
+        raise TrueupError(f"{Argument(given[0]).option()} is about a sampler: say which with --solver")
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    if (options.data is None) == (options.reference is None):
+        raise DataError("say what to compare with: --data, or a --reference saved before")
+    if options.save_reference is not None and options.data is None:
+        raise TrueupError("--save-reference keeps the statistics of --data: leave out --reference")
+
+
+def _likelihood(options: argparse.Namespace) -> None:
+    for name, method in BELONGS.items():
+        if getattr(options, name) not in (None, False) and method != options.method:
+            raise TrueupError(f"--{name} belongs to --{method}")
+    if options.variance is not None and options.steps is None:
+        raise TrueupError("--variance is that of a chain's steps: pass --steps T")
+    if options.trace == "exact" and options.probes is not None:
+        raise TrueupError("--trace exact needs no probes: leave out --probes")
+    if options.run is not None and options.method == "dsm":
+        raise TrueupError("--dsm keeps nothing: leave out --run")
+    _need_data(options, "say whose likelihood to measure")
+
+
+def _need_data(options: argparse.Namespace, words: str) -> None:
+    if options.data is None:
+        raise DataError(f"{words}: --data")
+
+
+_CHECKS = {"calibrate": _calibrate, "check": _check, "evaluate": _evaluate, "likelihood": _likelihood}

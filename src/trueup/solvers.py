@@ -1,0 +1,56 @@
+"""The solvers that come with trueup, by name: a table that takes nothing to read."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from trueup.errors import TrueupError
+
+DPM_SOLVERS = tuple(
+    f"dpm-solver-{order}{how}"
+    for order in (1, 2, 3)
+    for how in ("", "-fixed", "-adaptive")
+    if (order, how) != (1, "-adaptive")  # it compares two orders
+)
+# diffusers' schedulers as people call them: the class, and what it is set to.
+SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddpm": ("DDPMScheduler", {}),
+    "ddim": ("DDIMScheduler", {}),
+    "pndm": ("PNDMScheduler", {"skip_prk_steps": True}),
+    "dpm++2m": ("DPMSolverMultistepScheduler", {"solver_order": 2}),
+    "dpm++3m": ("DPMSolverMultistepScheduler", {"solver_order": 3}),
+    "dpm++2m-sde": ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}),
+    "dpm++2s": ("DPMSolverSinglestepScheduler", {"solver_order": 2, "lower_order_final": True}),
+    "dpm++3s": ("DPMSolverSinglestepScheduler", {"solver_order": 3, "lower_order_final": True}),
+    "unipc": ("UniPCMultistepScheduler", {}),
+    "deis": ("DEISMultistepScheduler", {}),
+    "euler": ("EulerDiscreteScheduler", {}),
+    "euler-a": ("EulerAncestralDiscreteScheduler", {}),
+    "heun": ("HeunDiscreteScheduler", {}),
+    "kdpm2": ("KDPM2DiscreteScheduler", {}),
+    "kdpm2-a": ("KDPM2AncestralDiscreteScheduler", {}),
+    "edm-euler": ("EDMEulerScheduler", {}),
+    "edm-dpm++2m": ("EDMDPMSolverMultistepScheduler", {}),
+    "flow-euler": ("FlowMatchEulerDiscreteScheduler", {}),
+    "flow-heun": ("FlowMatchHeunDiscreteScheduler", {}),
+}
+NAMES = (*DPM_SOLVERS, *SCHEDULERS)
+
+
+def check_name(name: str, known: Iterable[str] = NAMES) -> None:
+    """Raise for a solver nobody knows; the class of a diffusers scheduler may be one.
+
+    >>> check_name("dpm-solver3")
+    Traceback (most recent call last):
+    trueup.errors.TrueupError: unknown solver 'dpm-solver3', did you mean dpm-solver-3? There are ...
+    """
+    known = list(known)
+    if name in known or name.endswith("Scheduler"):
+        return
+    near = difflib.get_close_matches(name, known, 1)
+    meant = f", did you mean {near[0]}? There are " if near else ": use "
+    raise TrueupError(
+        f"unknown solver {name!r}{meant}{', '.join(known)}, or the class of a diffusers scheduler"
+    )
