@@ -183,13 +183,14 @@ class Denoiser:
         However many rows memory holds at once, they are evaluated; a correction that is attached is applied.
         """
         times = self._times(torch.as_tensor(t), len(x_t), x_t, y)
-        parts, fitted = in_parts(
-            lambda part: self._rows(x_t[part], times[part], None if y is None else y[part]),
-            len(x_t),
-            self._at_once,
-        )
-        if fitted < len(x_t):  # a small batch says nothing of larger ones
-            self._at_once = fitted
+
+        def rows(part: slice) -> Tensor:
+            return self._rows(x_t[part], times[part], None if y is None else y[part])
+
+        if x_t.requires_grad:  # parts would share one backward pass, and its memory
+            parts = [rows(slice(None))]
+        else:
+            parts, self._at_once = in_parts(rows, len(x_t), self._at_once)
         output = parts[0] if len(parts) == 1 else torch.cat(parts)
         return output if variance else output[:, : self.shape[0]]
 
