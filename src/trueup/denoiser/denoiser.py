@@ -184,12 +184,18 @@ class Denoiser:
 
         However many rows memory holds at once, they are evaluated; a correction that is attached is applied.
         """
-        times = self._times(torch.as_tensor(t), x_t, y)
-        parts, self._at_once = in_parts(
-            lambda part: self._rows(x_t[part], times[part], None if y is None else y[part]),
-            len(x_t),
-            self._at_once,
-        )
+        if not isinstance(t, Tensor):
+            t = torch.tensor(t, dtype=torch.float64 if isinstance(t, float) else None)
+        times = self._times(t, x_t, y)
+        y = y.to(x_t.device) if isinstance(y, Tensor) else y
+
+        def rows(part: slice) -> Tensor:
+            return self._rows(x_t[part], times[part], None if y is None else y[part])
+
+        if x_t.requires_grad:  # parts would share one backward pass, and its memory
+            parts = [rows(slice(None))]
+        else:
+            parts, self._at_once = in_parts(rows, len(x_t), self._at_once)
         output = parts[0] if len(parts) == 1 else torch.cat(parts)
         return output if variance else output[:, : self.shape[0]]
 

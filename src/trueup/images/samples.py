@@ -184,8 +184,8 @@ class Samples:
                     raise DataError(f"sample {index} of {self.name} is not what it was before")
                 continue
             if row.digest in seen:
-                self.duplicates += row.digest not in without
-                self.held_back += row.digest in without
+                self.duplicates += row.digest not in known
+                self.held_back += row.digest in known
                 continue
             if unique:
                 seen.add(row.digest)
