@@ -182,7 +182,10 @@ class Denoiser:
 
         However many rows memory holds at once, they are evaluated; a correction that is attached is applied.
         """
-        times = self._times(torch.as_tensor(t), len(x_t), x_t, y)
+        if not isinstance(t, Tensor):
+            t = torch.tensor(t, dtype=torch.float64 if isinstance(t, float) else None)
+        times = self._times(t, x_t, y)
+        y = y.to(x_t.device) if isinstance(y, Tensor) else y
 
         def rows(part: slice) -> Tensor:
             return self._rows(x_t[part], times[part], None if y is None else y[part])
