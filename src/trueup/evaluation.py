@@ -152,16 +152,6 @@ def image_maker(denoiser: Denoiser) -> ToImages:
     return lambda x: x.cpu()
 
 
-class _Unencoded:
-    """An autoencoder that leaves pictures as they were read."""
-
-    def __init__(self, autoencoder: Any):
-        self.picture_shape = autoencoder.picture_shape
-
-    def encode(self, images: Tensor) -> Tensor:
-        return images
-
-
 def build_reference(
     data: Any, denoiser: Denoiser, features: Features, *, progress: bool | None = None
 ) -> Reference:
@@ -173,7 +163,8 @@ def build_reference(
         images,
         denoiser.shape,
         denoiser.data_range,
-        autoencoder=None if autoencoder is None else _Unencoded(autoencoder),
+        autoencoder=autoencoder,
+        encode=False,
     )
     to_images, digest, of = image_maker(denoiser), 0, "samples as they are" if latent else "pictures"
 
