@@ -182,14 +182,15 @@ class Denoiser:
 
         However many rows memory holds at once, they are evaluated; a correction that is attached is applied.
         """
-        times = self._times(torch.as_tensor(t), len(x_t), x_t, y)
-        parts, fitted = in_parts(
+        if not isinstance(t, Tensor):
+            t = torch.tensor(t, dtype=torch.float64 if isinstance(t, float) else None)
+        times = self._times(t, x_t, y)
+        y = y.to(x_t.device) if isinstance(y, Tensor) else y
+        parts, self._at_once = in_parts(
             lambda part: self._rows(x_t[part], times[part], None if y is None else y[part]),
             len(x_t),
             self._at_once,
         )
-        if fitted < len(x_t):  # a small batch says nothing of larger ones
-            self._at_once = fitted
         output = parts[0] if len(parts) == 1 else torch.cat(parts)
         return output if variance else output[:, : self.shape[0]]
 

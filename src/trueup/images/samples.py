@@ -183,9 +183,9 @@ class Samples:
                 if skip[index + self.images.offset] != row.digest:  # type: ignore[index]
                     raise DataError(f"sample {index} of {self.name} is not what it was before")
                 continue
-            if digest in seen:
-                self.duplicates += digest not in without
-                self.held_back += digest in without
+            if row.digest in seen:
+                self.duplicates += row.digest not in known
+                self.held_back += row.digest in known
                 continue
             if unique:
                 seen.add(row.digest)
