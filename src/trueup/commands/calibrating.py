@@ -35,7 +35,7 @@ from trueup.sampling import generate
 from trueup.sampling.draw import sampler_of
 from trueup.trajectory import calibrate_sampler, check_sampler
 from trueup.trajectory.marginals import check_count
-from trueup.trajectory.walk import TRAJECTORIES, network_and_states
+from trueup.trajectory.walk import TRAJECTORIES, Walk
 
 _PARTLY = "samplers.trueup.safetensors"  # in the run directory: samplers made so far
 
@@ -149,7 +149,8 @@ def _solvers(denoiser: Denoiser, options: argparse.Namespace) -> list[tuple[Any,
     solvers = [open_solver(name, denoiser, options.grid) for name in options.solver or ()]
     pairs = [(solver, nfe) for solver in solvers for nfe in options.nfe or [20]]
     for solver, nfe in pairs:
-        network_and_states(denoiser, solver, nfe, **{k: v for k, v in _walk(options).items() if k != "seed"})
+        how = {name: value for name, value in _walk(options).items() if name != "seed"}
+        Walk(denoiser, solver, nfe, None, **how)  # type: ignore[arg-type]  # it is not taken
     return pairs
 
 
