@@ -243,7 +243,7 @@ def test_a_file_holds_all_of_it(tmp_path):
         moments.skipped,
         json.loads(json.dumps(moments.provenance)),
     )
-    more = again + filled(real=True, 10, seed=4, first=40, classes=(0, 1))
+    more = again + filled(10, seed=4, first=40, real=True, classes=(0, 1))
     assert more.images == 50
 
 
