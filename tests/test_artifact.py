@@ -369,7 +369,7 @@ def test_file_that_is_not_there(tmp_path):
 
 
 def test_directory(tmp_path):
-    refused(tmp_path, "is a directory, not a file")
+    refused(tmp_path, "is a directory")
 
 
 def test_empty_file(tmp_path):
