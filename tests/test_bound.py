@@ -11,12 +11,16 @@ from scipy import stats
 from torch.distributions import Normal, kl_divergence
 
 import trueup
+from trueup import Images
 from trueup.analytic import GaussianMixture
 from trueup.bands import Bands
-from trueup.correction import Correction
+from trueup.calibration import Correction
+from trueup.density import objectives
 from trueup.density.bound import decoder_variances, step_times
 from trueup.density.levels import Chances, continuous_levels, data_variance, filter_loss
 from trueup.density.terms import discrete_decoder, prior, step
+from trueup.hf import as_denoiser
+from trueup.images import Samples
 from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow
 
 from tiny import tiny_unet
@@ -29,7 +33,7 @@ PROCESSES = {"continuous_vp": ContinuousVP(), "discrete_vp": DiscreteVP.linear()
 def gaussian(process, distortion=None):
     """Data from N(0, STD^2) and its exact denoiser, in single precision as networks are."""
     data = GaussianMixture(torch.zeros(1, *SHAPE), STD)
-    return data, data.denoiser(process, distortion=distortion)
+    return data, data.denoiser(process, distortion=distortion).with_batch_size(500)
 
 
 def closed_form_bound(process, x0):
@@ -39,12 +43,10 @@ def closed_form_bound(process, x0):
     gain = [0.5 * size * math.log1p(STD**2 * math.exp(2 * v)) for v in lam]
     alpha, sigma = (float(f(process.t_min)) for f in (process.alpha, process.sigma))
     flat = 0.5 * size * math.log(2 * math.pi * math.e * (sigma / alpha) ** 2)
-    from trueup.sampling.draw import prior_std
-
     end = [float(f(process.t_max)) for f in (process.alpha, process.sigma)]
     last = kl_divergence(
         Normal(end[0] * x0.double(), torch.tensor(end[1], dtype=torch.float64)),
-        Normal(torch.zeros((), dtype=torch.float64), torch.tensor(prior_std(process), dtype=torch.float64)),
+        Normal(torch.zeros((), dtype=torch.float64), torch.tensor(process.prior_std, dtype=torch.float64)),
     )
     return gain[0] - gain[1] + flat + float(last.flatten(1).sum(1).mean())
 
@@ -121,7 +123,7 @@ def test_the_bound_of_an_exact_denoiser_is_its_closed_form_and_above_the_likelih
     process = PROCESSES[name]
     data, net = gaussian(process)
     x0 = data.sample(2000)
-    found = trueup.likelihood(net, x0, images=2000, draws=4, batch_size=500, progress=False)
+    found = trueup.likelihood(net, Images(x0), draws=4, progress=False)
     size = math.prod(SHAPE)
     mean = found.mean().scaled(size * math.log(2))
     assert mean.low < closed_form_bound(process, x0) < mean.high
@@ -138,9 +140,7 @@ def test_intervals_of_the_bound_and_of_its_gain_cover_the_closed_forms():
     size = math.prod(SHAPE)
     for repeat in range(120):
         part = x0[40 * repeat : 40 * (repeat + 1)]
-        found = trueup.likelihood(
-            net, part, calibration, images=40, draws=4, seed=repeat, batch_size=40, progress=False
-        )
+        found = trueup.likelihood(net, Images(part), calibration, draws=4, seed=repeat, progress=False)
         # what a bias adds to the exact denoiser's bound is what removing it gains, on average over the data
         expected = closed_form_bound(process, x0) + gain
         bound = found.mean().scaled(size * math.log(2))
@@ -156,7 +156,7 @@ def biased(process, size=0.3):
     """An exact denoiser off by a constant map, the calibration that removes it, and the bound's gain."""
     pattern = torch.linspace(-1, 1, math.prod(SHAPE)).reshape(SHAPE)
     data, net = gaussian(process, lambda eps, u, lam: size * pattern.to(eps).expand_as(eps))
-    rough = trueup.calibrate(net, data.sample(40), images=40, family="shift", progress=False)
+    rough = trueup.calibrate(net, Images(data.sample(40)), family="shift", trust=True, progress=False)
     bands = rough.correction.bands
     b = bands.dct(size * pattern.double()).flatten(1).expand(len(rough.t), -1, -1)
     zero = torch.zeros(len(rough.t), SHAPE[0], bands.count, dtype=torch.float64)
@@ -172,10 +172,12 @@ def test_the_gain_of_the_bound_is_the_paper_s_integral_whatever_is_predicted(par
     pattern = torch.linspace(-1, 1, 16).reshape(SHAPE)
     data = GaussianMixture(torch.zeros(1, *SHAPE), STD)
     net = data.denoiser(process, parametrization, lambda eps, u, lam: (0.4 * pattern).to(eps).expand_as(eps))
-    x0 = data.sample(3000)
-    calibration = trueup.calibrate(net, x0[:1000], images=1000, family="shift", progress=False)
-    found = trueup.likelihood(net, x0, calibration, images=1000, batch_size=500, progress=False)
-    assert found.index[0] == 1000  # the calibration's own images are passed over
+    net = net.with_batch_size(500)
+    x0 = data.sample(2000)
+    calibration = trueup.calibrate(net, Images(x0[:1000]), family="shift", trust=True, progress=False)
+    found = trueup.likelihood(net, Images(x0), calibration, progress=False)
+    assert found.index == list(range(1000, 2000))  # the calibration's own images are passed over
+    assert found.notes[0] == "1000 images made the calibration and are passed over"
     lam = calibration.correction.lam
     expected = float((lam[0] - lam[-1]) * (0.4 * pattern.double()).square().sum())
     change = found.difference().scaled(16 * math.log(2))
@@ -187,16 +189,12 @@ def test_levels_drawn_where_the_loss_is_need_a_third_of_the_evaluations():
     process = DiscreteVP.linear()
     smooth = torch.randn(64, 1, 16, 16, generator=torch.Generator().manual_seed(0)).cumsum(2).cumsum(3) / 16
     data = GaussianMixture(smooth[:8], 0.05)
-    net = data.denoiser(process)
+    net = data.denoiser(process).with_batch_size(16)
     x0 = data.sample(16)
     variance = {}
     for importance in (False, True):
         totals = [
-            trueup.likelihood(
-                net, x0, draws=4, importance=importance, seed=seed, batch_size=16, progress=False
-            )
-            .mean()
-            .value
+            trueup.likelihood(net, x0, draws=4, importance=importance, seed=seed, progress=False).mean().value
             for seed in range(40)
         ]
         variance[importance] = np.var(totals, ddof=1)
@@ -224,7 +222,7 @@ def test_the_filter_s_loss_is_the_loss_of_a_linear_denoiser():
     x0 = data.sample(4000)
     expected = filter_loss(lam, torch.full((1, bands.count), STD**2, dtype=torch.float64), bands)
     t = net.process.t_of_lam(lam)
-    losses = trueup.objectives(net, x0, levels=t, images=4000, batch_size=1000, progress=False).before
+    losses = objectives(net, Images(x0), levels=t, progress=False).before
     assert float(losses.mean()) == pytest.approx(float(expected), rel=0.03)
 
 
@@ -232,14 +230,14 @@ def test_all_steps_of_a_chain_are_improved_ddpms_sum(images):
     """Against a loop over diffusers' schedule written out with torch.distributions."""
     net = tiny_unet()
     scheduler = DDPMScheduler(num_train_timesteps=12, beta_start=0.001, beta_end=0.4, clip_sample=False)
-    found = trueup.likelihood(net, images, images=3, steps=12, draws=12, scheduler=scheduler, progress=False)
+    model = as_denoiser(net, scheduler=scheduler)
+    found = trueup.likelihood(model, Images(images, count=3), steps=12, draws=12, progress=False)
     assert "all of 12 steps" in found.description
     process = DiscreteVP(scheduler.alphas_cumprod)
-    from trueup.data import Samples
     from trueup.density.bound import _NOISE_KEY
     from trueup.noise import normals
 
-    batch = next(Samples(images, (1, 8, 8), (-1.0, 1.0)).batches(3))
+    batch = next(Samples(Images(images, count=3), (1, 8, 8), (-1.0, 1.0)).batches(3))
     bar = scheduler.alphas_cumprod.double()
     total = torch.zeros(3, dtype=torch.float64)
     for t in range(12):
@@ -267,16 +265,14 @@ def test_all_steps_of_a_chain_are_improved_ddpms_sum(images):
 def test_more_steps_make_a_tighter_bound(name):
     process = EDM() if name == "edm" else PROCESSES[name]
     data = GaussianMixture(torch.zeros(1, *SHAPE), STD)
-    net = data.denoiser(process, "data" if name == "edm" else "noise")
+    net = data.denoiser(process, "data" if name == "edm" else "noise").with_batch_size(300)
     net.data_range = (-1.0, 1.0)
     pixels = data.sample(300).clamp(-1, 1).add(1).mul(127.5).round().to(torch.uint8)
     bounds = [
-        trueup.likelihood(
-            net, pixels, images=300, steps=steps, draws=8, batch_size=300, progress=False
-        ).mean()
+        trueup.likelihood(net, Images(pixels), steps=steps, draws=8, progress=False).mean()
         for steps in (20, 100, 1000)
     ]
-    continuous = trueup.likelihood(net, pixels, images=300, draws=8, batch_size=300, progress=False).mean()
+    continuous = trueup.likelihood(net, Images(pixels), draws=8, progress=False).mean()
     values = [bound.value for bound in (*bounds, continuous)]
     assert values[0] > values[1] > values[2] - 0.01 > continuous.value - 0.03
     assert values[2] < continuous.value + 0.8  # DDPM's first steps are long ones
@@ -285,10 +281,12 @@ def test_more_steps_make_a_tighter_bound(name):
 def test_a_run_keeps_the_bound_of_floating_point_data(tmp_path):
     data, net = gaussian(ContinuousVP())
     x0 = data.sample(40)
-    fresh = trueup.likelihood(net, x0, images=40, draws=2, progress=False)
-    few = trueup.likelihood(net, x0, images=5, draws=2, run=tmp_path / "run", progress=False)
+    fresh = trueup.likelihood(net, Images(x0, count=40), draws=2, progress=False)
+    how = {"draws": 2, "run": tmp_path / "run", "progress": False}
+    few = trueup.likelihood(net, Images(x0, count=5), **how)
     assert torch.equal(few.before, fresh.before[:5])  # levels do not depend on how many images are asked for
-    more = trueup.likelihood(net, x0, images=40, draws=2, run=tmp_path / "run", progress=False)
+    more = trueup.likelihood(net, Images(x0, count=40), **how)
+    assert more.index == fresh.index
     assert torch.allclose(more.before, fresh.before, rtol=1e-6)
 
 
@@ -309,28 +307,25 @@ def test_a_run_notices_other_labels(tmp_path):
 def test_a_calibration_of_some_levels_promises_nothing_about_all():
     data, net, calibration, _ = biased(ContinuousVP())
     x0 = data.sample(60)
-    assert trueup.likelihood(net, x0, calibration, images=60, progress=False).agreement() is not None
+    assert trueup.likelihood(net, x0, calibration, progress=False).agreement() is not None
     some = trueup.calibrate(
-        net, data.sample(60, seed=3), images=60, levels=[0.2, 0.4, 0.6], family="shift", progress=False
+        net, data.sample(60, seed=3), levels=[0.2, 0.4, 0.6], family="shift", trust=True, progress=False
     )
-    assert trueup.likelihood(net, x0, some, images=60, progress=False).agreement() is None
+    assert trueup.likelihood(net, x0, some, progress=False).agreement() is None
 
 
 def test_learned_variances_are_read_and_asked_for(images):
     net = tiny_unet(out_channels=2)
-    scheduler = DDPMScheduler(variance_type="learned_range")
+    model = as_denoiser(net, scheduler=DDPMScheduler(variance_type="learned_range"))
+    two = Images(images, count=2)
     learned, small = (
-        trueup.likelihood(
-            net, images, images=2, steps=100, draws=4, variance=v, scheduler=scheduler, progress=False
-        )
-        for v in (None, "small")
+        trueup.likelihood(model, two, steps=100, draws=4, variance=v, progress=False) for v in (None, "small")
     )
     assert "learned_range" in learned.description
     assert not torch.allclose(learned.before, small.before)
     with pytest.raises(trueup.TrueupError, match="no learned variance"):
-        trueup.likelihood(
-            tiny_unet(), images, images=2, steps=50, variance="learned_range", scheduler=DDPMScheduler()
-        )
+        plain = as_denoiser(tiny_unet(), scheduler=DDPMScheduler())
+        trueup.likelihood(plain, two, steps=50, variance="learned_range", progress=False)
 
 
 @pytest.mark.parametrize(("said", "meant"), [(-1.0, "small"), (1.0, "large")])
@@ -355,9 +350,7 @@ def test_learned_variances_reach_from_the_smallest_to_the_largest(said, meant):
 def test_what_an_image_gets_does_not_depend_on_its_batch():
     data, net = gaussian(ContinuousVP())
     x0 = data.sample(50)
-    one, other = (
-        trueup.likelihood(net, x0, images=50, batch_size=size, progress=False).before for size in (50, 33)
-    )
+    one, other = (trueup.likelihood(net.with_batch_size(size), x0, progress=False).before for size in (50, 7))
     assert torch.allclose(one, other, rtol=1e-6)
 
 
@@ -375,7 +368,7 @@ def test_a_conditional_network_needs_labels_and_gets_them():
     with pytest.raises(trueup.TrueupError, match="labels"):
         trueup.likelihood(net, x0, progress=False)
     pairs = [(image, index % 2) for index, image in enumerate(x0)]
-    found = trueup.likelihood(net, pairs, draws=2, progress=False)
+    found = trueup.likelihood(net, Images(pairs), draws=2, progress=False)
     assert len(found.index) == 6
     assert {tuple(y.tolist()) for y in seen} == {(0, 1, 0, 1, 0, 1)}
 
@@ -393,7 +386,6 @@ def test_a_conditional_network_needs_labels_and_gets_them():
         ({"trace": "guess", "method": "ode"}, "trace is one of"),
         ({"probes": 0, "method": "ode"}, "probe"),
         ({"start": "middle", "method": "ode"}, "start is one of"),
-        ({"images": 0}, "images"),
     ],
 )
 def test_nonsense_is_refused_in_one_line(options, words):
@@ -408,8 +400,45 @@ def test_an_edm_network_has_the_bound_of_the_same_data():
     x0 = data.sample(1000)
     found = [
         trueup.likelihood(
-            data.denoiser(process, "data"), x0, images=1000, batch_size=500, progress=False
+            data.denoiser(process, "data").with_batch_size(500), Images(x0), progress=False
         ).mean()
         for process in (VE(), EDM())
     ]
     assert found[0].value == pytest.approx(found[1].value, abs=1e-4)
+
+
+def test_a_sure_loss_is_called_one():
+    """Item 7: it read as no sure gain."""
+    data, net, calibration, gain = biased(ContinuousVP())
+    thrice = replace(calibration, correction=replace(calibration.correction, b=3 * calibration.correction.b))
+    found = trueup.likelihood(net, Images(data.sample(60, seed=1)), thrice, progress=False)
+    assert found.difference().sign > 0  # more nats
+    assert found.difference("diffusion").value * 16 * math.log(2) == pytest.approx(3 * gain, rel=0.1)
+    total = next(line for line in found.table().splitlines() if line.strip().startswith("total"))
+    assert total.endswith("WORSE")
+    assert "WORSE" in repr(found)
+    assert "DISAGREE" in found.agreement()
+
+
+def test_the_correction_is_measured_as_it_is_attached(monkeypatch):
+    """Item 6: a table beside the network told what the calibration gains, whatever its hook did."""
+    from trueup.calibration.hook import CorrectOutput
+
+    data, net, calibration, _ = biased(ContinuousVP())
+    correct = CorrectOutput.correct
+    monkeypatch.setattr(
+        CorrectOutput, "correct", lambda self, out, x_t, t, y=None: 2 * out - correct(self, out, x_t, t, y)
+    )
+    found = trueup.likelihood(net, Images(data.sample(60, seed=1)), calibration, progress=False)
+    assert found.difference().sign > 0
+    assert found.evaluations == [8.0, 8.0]
+    assert not net.corrected
+
+
+def test_images_without_others_say_so(tmp_path):
+    data, net, _, _ = biased(ContinuousVP())
+    x0 = data.sample(60)
+    calibration = trueup.calibrate(net, Images(x0), family="shift", trust=True, progress=False)
+    found = trueup.likelihood(net, x0, calibration, progress=False)
+    assert len(found.index) == 60
+    assert "made from these very images" in found.notes[0]

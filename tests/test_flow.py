@@ -10,13 +10,13 @@ from scipy.integrate import RK45, solve_ivp
 from torch.distributions import Normal
 
 import trueup
+from trueup import Images
 from trueup.analytic import GaussianMixture, KernelDensity
 from trueup.density import ode
 from trueup.density.flow import Divergence, full_precision, with_divergence
 from trueup.density.terms import discrete_decoder
 from trueup.hf import as_denoiser
 from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow
-from trueup.sampling.draw import prior_std
 
 from tiny import tiny_unet
 
@@ -39,7 +39,7 @@ def model_log_density(process, x0):
     start_std = math.hypot(STD, sigma / alpha)  # of x/alpha
     end_std = math.hypot(end[0] * STD, end[1])  # of x
     factor = end_std / start_std
-    at_end = Normal(0.0, torch.tensor(prior_std(process), dtype=torch.float64)).log_prob(factor * x0.double())
+    at_end = Normal(0.0, torch.tensor(process.prior_std, dtype=torch.float64)).log_prob(factor * x0.double())
     return at_end.flatten(1).sum(1) + SIZE * math.log(factor)
 
 
@@ -49,12 +49,11 @@ def test_gaussian_data_s_flow_is_followed_exactly(name):
     data = GaussianMixture(torch.zeros(1, *SHAPE, dtype=torch.float64), STD)
     net = data.denoiser(process, parametrization, dtype=torch.float64)
     x0 = data.sample(6).float()
-    found = trueup.likelihood(
-        net, x0, method="ode", start="data", trace="exact", tolerance=1e-7, progress=False
-    )
+    how = {"method": "ode", "start": "data", "trace": "exact", "progress": False}
+    found = trueup.likelihood(net, Images(x0), tolerance=1e-7, **how)
     error = (found.before + model_log_density(process, x0)) / SIZE
     assert float(error.abs().max()) < 2e-6  # nats per dimension
-    loose = trueup.likelihood(net, x0, method="ode", start="data", trace="exact", progress=False)
+    loose = trueup.likelihood(net, Images(x0), **how)
     assert float(((loose.before - found.before) / SIZE).abs().max()) < 1e-3  # by default
     assert loose.evaluations[0] < found.evaluations[0]
 
@@ -67,7 +66,7 @@ def test_a_mixture_s_likelihood_is_within_a_thousandth_of_a_nat_per_dimension():
     exact = -data.log_density(x0.double(), torch.ones(12), torch.zeros(12))
     for start in ("data", "noise"):
         found = trueup.likelihood(
-            net, x0, method="ode", start=start, trace="exact", tolerance=1e-5, progress=False
+            net, Images(x0), method="ode", start=start, trace="exact", tolerance=1e-5, progress=False
         )
         error = (found.before - exact) / SIZE
         if start == "data":
@@ -79,18 +78,10 @@ def test_a_mixture_s_likelihood_is_within_a_thousandth_of_a_nat_per_dimension():
 def test_the_stated_bias_of_the_start_is_what_starting_there_leaves_out():
     process = ContinuousVP(t_min=0.02)  # much noise to start with: sigma is a tenth of the data's spread
     data = GaussianMixture(torch.zeros(1, *SHAPE, dtype=torch.float64), STD)
-    net = data.denoiser(process, dtype=torch.float64)
+    net = data.denoiser(process, dtype=torch.float64).with_batch_size(50)
     x0 = data.sample(50).float()
     found = trueup.likelihood(
-        net,
-        x0,
-        method="ode",
-        start="data",
-        trace="exact",
-        images=50,
-        tolerance=1e-6,
-        batch_size=50,
-        progress=False,
+        net, Images(x0), method="ode", start="data", trace="exact", tolerance=1e-6, progress=False
     )
     alpha, sigma = (float(f(process.t_min)) for f in (process.alpha, process.sigma))
     smooth = math.hypot(STD, sigma / alpha)
@@ -105,11 +96,9 @@ def test_the_stated_bias_of_the_start_is_what_starting_there_leaves_out():
 )  # alpha near 1, and near 2
 def test_starting_with_noise_bounds_the_likelihood_of_clean_data(process):
     data = GaussianMixture(torch.zeros(1, *SHAPE, dtype=torch.float64), STD)
-    net = data.denoiser(process, dtype=torch.float64)
+    net = data.denoiser(process, dtype=torch.float64).with_batch_size(400)
     x0 = data.sample(400).float()
-    found = trueup.likelihood(
-        net, x0, method="ode", trace="exact", images=400, batch_size=400, progress=False
-    )
+    found = trueup.likelihood(net, Images(x0), method="ode", trace="exact", progress=False)
     assert found.start_bias is None
     exact = -Normal(0.0, STD).log_prob(x0).flatten(1).sum(1).double()
     alpha, sigma = (float(f(process.t_min)) for f in (process.alpha, process.sigma))
@@ -188,13 +177,17 @@ def calibrated():
     net = data.denoiser(
         ContinuousVP(), distortion=lambda eps, u, lam: 0.2 * eps.mean((2, 3), keepdim=True) + 0.1
     )
-    return data, net, trueup.calibrate(net, data.sample(200), images=200, progress=False)
+    return (
+        data,
+        net,
+        trueup.calibrate(net.with_batch_size(200), Images(data.sample(200)), trust=True, progress=False),
+    )
 
 
 def test_calibration_changes_path_and_divergence_as_in_a_network_that_has_it_built_in(calibrated):
     data, net, calibration = calibrated
     assert calibration.correction.a.any() or calibration.correction.d.any()
-    from trueup.hook import CorrectOutput
+    from trueup.calibration.hook import CorrectOutput
 
     hook = CorrectOutput(calibration)
     built_in = trueup.Denoiser(
@@ -205,12 +198,12 @@ def test_calibration_changes_path_and_divergence_as_in_a_network_that_has_it_bui
         data_range=None,
     )
     x0 = data.sample(4, seed=9)
-    found = trueup.likelihood(net, x0, calibration, method="ode", trace="exact", progress=False)
-    other = trueup.likelihood(built_in, x0, method="ode", trace="exact", progress=False)
+    found = trueup.likelihood(net, Images(x0), calibration, method="ode", trace="exact", progress=False)
+    other = trueup.likelihood(built_in, Images(x0), method="ode", trace="exact", progress=False)
     assert torch.allclose(found.after, other.before, rtol=1e-6)
     exact = -data.log_density(x0.double(), torch.ones(4), torch.zeros(4))
     assert float((found.before - exact).mean().abs()) > 2 * float((found.after - exact).mean().abs())
-    assert not hasattr(net._call, "corrects_output")  # and it is off again
+    assert not net.corrected  # and it is off again
 
 
 def test_images_of_eight_bits_get_the_probability_of_their_bins():
@@ -226,13 +219,13 @@ def test_images_of_eight_bits_get_the_probability_of_their_bins():
     mass = Normal(0.0, torch.tensor(std, dtype=torch.float64))
     exact = -(mass.cdf(x0 + 1 / 255) - mass.cdf(x0 - 1 / 255)).log().flatten(1).sum(1)
     found = trueup.likelihood(
-        net, pixels, method="ode", start="data", trace="exact", images=60, tolerance=1e-5, progress=False
+        net, Images(pixels), method="ode", start="data", trace="exact", tolerance=1e-5, progress=False
     )
     assert found.discrete
     assert float((found.before - exact).mean()) / 16 == pytest.approx(0.0, abs=2e-3)
     noisy = data.denoiser(ContinuousVP(t_min=1e-3))
     noisy.data_range = (-1.0, 1.0)
-    bound = trueup.likelihood(noisy, pixels, method="ode", trace="exact", images=60, progress=False)
+    bound = trueup.likelihood(noisy, Images(pixels), method="ode", trace="exact", progress=False)
     assert float((bound.before - exact).mean()) > 0  # an upper bound
 
 
@@ -241,10 +234,10 @@ def test_the_decoder_of_a_noisy_start_is_read_from_the_network():
     net = data.denoiser(ContinuousVP())
     net.data_range = (-1.0, 1.0)
     pixels = torch.randint(0, 256, (3, 1, 4, 4), dtype=torch.uint8)
-    found = trueup.likelihood(net, pixels, method="ode", trace="exact", progress=False)
-    floats = trueup.likelihood(
-        net, pixels.float() / 127.5 - 1, method="ode", trace="exact", progress=False, data_range=(-1.0, 1.0)
-    )
+    how = {"method": "ode", "trace": "exact", "progress": False}
+    found = trueup.likelihood(net, Images(pixels), **how)
+    as_floats = Images(pixels.float() / 127.5 - 1, data_range=(-1.0, 1.0))
+    floats = trueup.likelihood(net, as_floats, **how)
     # Same noise and path: they differ by the decoders alone.
     from trueup.density.bound import decoder_variances
     from trueup.density.exact import _START_KEY
@@ -265,7 +258,7 @@ def test_what_an_image_gets_does_not_depend_on_its_neighbours(calibrated):
     data, net, calibration = calibrated
     x0 = data.sample(5, seed=3)
     together, alone = (
-        trueup.likelihood(net, x0, calibration, method="ode", batch_size=size, progress=False)
+        trueup.likelihood(net.with_batch_size(size), x0, calibration, method="ode", progress=False)
         for size in (5, 1)
     )
     assert torch.allclose(together.before, alone.before, rtol=1e-6)
@@ -314,9 +307,8 @@ def test_hard_paths_are_followed_if_slowly():
     """The ideal network of a few points, asked about another: nearly all of the work is at the start."""
     points = torch.randn(20, 1, 4, 4, generator=torch.Generator().manual_seed(0)).mul(0.3).clamp(-1, 1)
     net = KernelDensity(points[:15]).denoiser(ContinuousVP())
-    found = trueup.likelihood(
-        net, points[15:16], method="ode", tolerance=1e-3, data_range=(-1.0, 1.0), progress=False
-    )
+    other = Images(points[15:16], data_range=(-1.0, 1.0))
+    found = trueup.likelihood(net, other, method="ode", tolerance=1e-3, progress=False)
     assert torch.isfinite(found.before).all()
 
 
@@ -325,7 +317,8 @@ def test_what_does_not_fit_in_memory_is_halved(calibrated, monkeypatch):
 
     data, net, calibration = calibrated
     x0 = data.sample(5, seed=3)
-    whole = trueup.likelihood(net, x0, calibration, method="ode", batch_size=5, progress=False)
+    five = net.with_batch_size(5)
+    whole = trueup.likelihood(five, x0, calibration, method="ode", progress=False)
     follow, sizes = exact.follow, []
 
     def small(denoiser, y, *args):
@@ -335,16 +328,54 @@ def test_what_does_not_fit_in_memory_is_halved(calibrated, monkeypatch):
         return follow(denoiser, y, *args)
 
     monkeypatch.setattr(exact, "follow", small)
-    found = trueup.likelihood(net, x0, calibration, method="ode", batch_size=5, progress=False)
+    found = trueup.likelihood(five, x0, calibration, method="ode", progress=False)
     assert torch.allclose(found.before, whole.before, rtol=1e-6)
     assert torch.allclose(found.after, whole.after, rtol=1e-6)
     assert sizes[0] == 5
     assert max(sizes[-2:]) <= 2
 
 
+def test_a_derivative_that_does_not_fit_is_taken_of_fewer_images_at_once():
+    """In parts that share a backward pass nothing is gained."""
+    data = GaussianMixture(torch.zeros(1, 1, 4, 4), STD)
+    ideal, sizes = data.denoiser(ContinuousVP()), []
+
+    def network(x_t, t):
+        if x_t.requires_grad:
+            sizes.append(len(x_t))
+            if len(x_t) > 3:
+                raise torch.OutOfMemoryError("out of memory")
+        return ideal.network(x_t, t)
+
+    net = trueup.Denoiser(network, ContinuousVP(), "noise", (1, 4, 4), data_range=None, batch_size=6)
+    found = trueup.likelihood(net, Images(data.sample(6)), method="ode", tolerance=1e-2, progress=False)
+    assert torch.isfinite(found.before).all()
+    assert sizes[0] == 6
+    assert max(sizes[1:]) == 3
+
+
+def test_a_calibration_is_put_on_once_for_a_run(calibrated, monkeypatch):
+    from trueup.calibration import Attachment
+
+    data, net, calibration = calibrated
+    put_on, times = Attachment.put_on, []
+    monkeypatch.setattr(Attachment, "put_on", lambda self: (times.append(1), put_on(self))[1])
+    trueup.likelihood(
+        net.with_batch_size(1),
+        data.sample(3, seed=3),
+        calibration,
+        method="ode",
+        tolerance=1e-2,
+        progress=False,
+    )
+    assert len(times) == 1
+
+
 def test_it_works_where_gradients_are_off_and_leaves_precision_as_it_was(model, images):
     with torch.inference_mode():
-        found = trueup.likelihood(str(model), images, method="ode", images=1, tolerance=1e-2, progress=False)
+        found = trueup.likelihood(
+            str(model), Images(images, count=1), method="ode", tolerance=1e-2, progress=False
+        )
     assert torch.isfinite(found.before).all()
     before = torch.backends.cuda.matmul.fp32_precision
     try:
@@ -375,7 +406,8 @@ def test_networks_of_whole_timesteps_are_sent_to_the_bound():
 def test_interrupted_work_goes_on_and_changed_images_are_noticed(tmp_path, monkeypatch, calibrated):
     data, net, calibration = calibrated
     x0 = data.sample(7, seed=4)
-    whole = trueup.likelihood(net, x0, calibration, method="ode", batch_size=3, progress=False)
+    net = net.with_batch_size(3)
+    whole = trueup.likelihood(net, Images(x0), calibration, method="ode", progress=False)
     from trueup.density import exact
 
     calls = []
@@ -387,18 +419,18 @@ def test_interrupted_work_goes_on_and_changed_images_are_noticed(tmp_path, monke
             raise KeyboardInterrupt
         return follow(*args, **kwargs)
 
-    how = {"method": "ode", "batch_size": 3, "run": tmp_path / "run", "progress": False}
+    how = {"method": "ode", "run": tmp_path / "run", "progress": False}
     monkeypatch.setattr(exact, "follow", stop)
     with pytest.raises(KeyboardInterrupt):
-        trueup.likelihood(net, x0, calibration, **how)
+        trueup.likelihood(net, Images(x0), calibration, **how)
     changed = x0.clone()
     changed[4] += 1
     with pytest.raises(trueup.TrueupError, match=r"sample 4 .* is not what it was"):
-        trueup.likelihood(net, changed, calibration, **how)
+        trueup.likelihood(net, Images(changed), calibration, **how)
     with pytest.raises(trueup.TrueupError, match="another"):
-        trueup.likelihood(net, x0, calibration, **how, tolerance=1e-3)
+        trueup.likelihood(net, Images(x0), calibration, **how, tolerance=1e-3)
     calls.clear()
-    found = trueup.likelihood(net, x0, calibration, **how)
+    found = trueup.likelihood(net, Images(x0), calibration, **how)
     assert len(calls) == 2  # the last batch alone
     assert torch.equal(found.before, whole.before)
     assert torch.equal(found.after, whole.after)

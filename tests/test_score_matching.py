@@ -8,10 +8,13 @@ from diffusers import DDPMScheduler
 from diffusers.training_utils import compute_snr
 
 import trueup
+from trueup import Images
 from trueup.analytic import GaussianMixture
+from trueup.calibration.hook import CorrectOutput
+from trueup.density import objectives
 from trueup.density.score_matching import weights
+from trueup.estimate import default_levels
 from trueup.figure import curves, draw
-from trueup.statistics import Number
 from trueup.process import VE, ContinuousVP, DiscreteVP, Flow
 
 SHAPE = (1, 6, 6)
@@ -32,9 +35,9 @@ def data():
 @pytest.fixture(scope="module")
 def shifted(data):
     """A network off by a map, its shift calibration, and what remains to be measured on."""
-    net = data.denoiser(ContinuousVP(), distortion=off)
+    net = data.denoiser(ContinuousVP(), distortion=off).with_batch_size(200)
     x0 = data.sample(1200)
-    return net, x0, trueup.calibrate(net, x0, images=800, family="shift", progress=False)
+    return net, x0, trueup.calibrate(net, Images(x0[:800]), family="shift", progress=False)
 
 
 def bias2(net, t):
@@ -44,7 +47,7 @@ def bias2(net, t):
 def test_with_the_truth_known_the_score_matching_loss_is_the_bias_alone(data, shifted):
     net, x0, _ = shifted
     truth = data.denoiser(ContinuousVP())
-    found = trueup.objectives(net, x0, truth=truth, images=60, batch_size=60, progress=False)
+    found = objectives(net, Images(x0, count=60), truth=truth, progress=False)
     assert torch.allclose(
         found.sm_before, bias2(net, found.t).expand_as(found.sm_before), rtol=1e-3, atol=1e-6
     )
@@ -57,19 +60,20 @@ def test_with_the_truth_known_the_score_matching_loss_is_the_bias_alone(data, sh
 def test_denoising_and_score_matching_differ_by_a_constant_that_calibration_leaves(data, shifted):
     net, x0, calibration = shifted
     truth = data.denoiser(ContinuousVP())
-    found = trueup.objectives(net, x0, calibration, truth=truth, images=400, batch_size=200, progress=False)
+    found = objectives(net, Images(x0), calibration, truth=truth, progress=False)
     gaps = [getattr(found, side) - getattr(found, f"sm_{side}") for side in ("before", "after")]
     error = (gaps[0] - gaps[1]).std(0) / math.sqrt(400)
     assert bool(((gaps[0] - gaps[1]).mean(0).abs() < 4 * error + 1e-6).all())
-    ideal = trueup.objectives(truth, x0[800:], images=400, batch_size=200, progress=False)
+    ideal = objectives(truth.with_batch_size(200), Images(x0[800:]), progress=False)
     scatter = (ideal.before.std(0) + gaps[0].std(0)) / math.sqrt(400)
     assert bool(((ideal.before.mean(0) - gaps[0].mean(0)).abs() < 4 * scatter).all())
 
 
 def test_the_drop_of_a_shift_is_the_paper_s_equation_9(shifted):
     net, x0, calibration = shifted
-    found = trueup.objectives(net, x0, calibration, images=400, batch_size=200, progress=False)
-    assert "made the calibration" in found.notes[0]
+    found = objectives(net, Images(x0), calibration, progress=False)
+    assert len(found.before) == 400
+    assert found.notes == ["800 images made the calibration and are passed over"]
     missed = found.total("g2", "missed")
     assert missed.low < 0 < missed.high
     assert "equation 9" in found.check()
@@ -85,18 +89,20 @@ def test_a_shift_that_is_too_large_still_obeys_equation_9(shifted):
 
     three = torch.full_like(calibration.evidence.scale, 3.0)
     thrice = replace(calibration, correction=calibration.correction.scaled(three))
-    found = trueup.objectives(net, x0, thrice, images=400, batch_size=200, progress=False)
+    found = objectives(net, Images(x0), thrice, progress=False)
     assert found.total("g2", "drop").high < 0  # three times too much is worse than nothing
     assert found.check().endswith("they agree")
+    said = next(line for line in found.table().splitlines() if line.startswith("change of the total"))
+    assert said.endswith("WORSE")
 
 
 def test_a_spectral_correction_removes_the_variance_it_explains(data):
     net = data.denoiser(
         ContinuousVP(), distortion=lambda eps, u, lam: 0.3 * eps.mean((2, 3), keepdim=True) + off(eps, u, lam)
-    )
+    ).with_batch_size(200)
     x0 = data.sample(1400)
-    calibration = trueup.calibrate(net, x0, images=1000, estimator="regressed", progress=False)
-    found = trueup.objectives(net, x0, calibration, images=400, batch_size=200, progress=False)
+    calibration = trueup.calibrate(net, Images(x0[:1000]), estimator="regressed", progress=False)
+    found = objectives(net, Images(x0), calibration, progress=False)
     drop, predicted = (found.total("g2", name) for name in ("drop", "predicted"))
     assert drop.low > 0
     assert drop.value == pytest.approx(predicted.value, rel=0.05)
@@ -119,7 +125,6 @@ def test_snr_weightings_are_those_of_diffusers():
 @pytest.mark.parametrize("process", [DiscreteVP.linear(), ContinuousVP(), VE(), Flow()])
 def test_totals_of_the_default_levels_are_those_of_all(process):
     """Of a loss like a network's, against a sum over every timestep or a fine integral over time."""
-    from trueup.estimate import default_levels
 
     def loss(t):
         return torch.sigmoid(process.lam(t))
@@ -140,29 +145,27 @@ def test_totals_of_the_default_levels_are_those_of_all(process):
 def test_levels_and_truths_that_make_no_sense_are_refused(data, shifted):
     net, x0, _ = shifted
     ordered, mixed = (
-        trueup.objectives(net, x0, images=4, levels=levels, progress=False)
+        objectives(net, x0[:4], levels=levels, progress=False)
         for levels in ([0.1, 0.3, 0.6], [0.6, 0.1, 0.3])
     )
     assert torch.equal(ordered.before, mixed.before)
     for levels, words in ((0.5, "not the number"), ([2.0], "between"), ([], "at least one")):
         with pytest.raises(trueup.TrueupError, match=words):
-            trueup.objectives(net, x0, images=4, levels=levels, progress=False)
+            objectives(net, x0[:4], levels=levels, progress=False)
     with pytest.raises(trueup.TrueupError, match="another noise process"):
-        trueup.objectives(net, x0, truth=data.denoiser(VE()), images=4, progress=False)
+        objectives(net, x0[:4], truth=data.denoiser(VE()), progress=False)
 
 
 def test_a_correction_that_is_not_the_calibration_s_is_noticed(shifted, monkeypatch):
     """Equation 9 is about the shift in the file; what is applied comes from the hook's tables."""
-    from trueup.hook import CorrectOutput
-
     net, x0, calibration = shifted
     correct = CorrectOutput.correct
 
-    def too_much(self, output, x_t, t):
-        return 1.5 * correct(self, output, x_t, t) - 0.5 * output
+    def too_much(self, output, x_t, t, y=None):
+        return 1.5 * correct(self, output, x_t, t, y) - 0.5 * output
 
     monkeypatch.setattr(CorrectOutput, "correct", too_much)
-    found = trueup.objectives(net, x0, calibration, images=400, batch_size=200, progress=False)
+    found = objectives(net, Images(x0), calibration, progress=False)
     assert "DIFFER" in found.check()
 
 
@@ -179,7 +182,7 @@ def test_the_likelihood_weighting_is_g_squared_over_the_score(process):
 
 def test_totals_and_levels_reach_json_and_the_table(shifted):
     net, x0, calibration = shifted
-    found = trueup.objectives(net, x0, calibration, images=8, batch_size=8, levels=[0.1, 0.5], progress=False)
+    found = objectives(net, Images(x0, count=8), calibration, levels=[0.1, 0.5], progress=False)
     said = found.as_json()
     assert said["totals"]["g2"]["before"]["value"] == pytest.approx(found.total("g2").value)
     assert [level["t"] for level in said["levels"]] == [0.1, 0.5]
@@ -190,11 +193,11 @@ def test_totals_and_levels_reach_json_and_the_table(shifted):
 
 def test_the_uncalibration_score_is_the_bound_s_gain_and_covers_it(data):
     process = ContinuousVP()
-    net = data.denoiser(process, distortion=off)
+    net = data.denoiser(process, distortion=off).with_batch_size(300)
     covered = 0
     for repeat in range(10):
         calibration = trueup.calibrate(
-            net, data.sample(300, seed=repeat), images=300, family="shift", seed=repeat, progress=False
+            net, Images(data.sample(300, seed=repeat)), family="shift", seed=repeat, progress=False
         )
         expected = float(weights("g2", process, calibration.t) @ bias2(net, calibration.t)) / (
             36 * math.log(2)
@@ -210,8 +213,8 @@ def test_the_uncalibration_score_is_the_bound_s_gain_and_covers_it(data):
 @pytest.mark.parametrize("parametrization", ["noise", "data", "velocity", "flow"])
 def test_figure_1_s_curves_are_the_bias_whatever_is_predicted(data, parametrization):
     process = Flow() if parametrization == "flow" else ContinuousVP()
-    net = data.denoiser(process, parametrization, distortion=off)
-    calibration = trueup.calibrate(net, data.sample(1500), images=1500, family="shift", progress=False)
+    net = data.denoiser(process, parametrization, distortion=off).with_batch_size(300)
+    calibration = trueup.calibrate(net, Images(data.sample(1500)), family="shift", progress=False)
     found = curves(calibration)
     expected = bias2(net, found.t)
     for values, factor in (
@@ -234,12 +237,39 @@ def test_the_figure_is_drawn_and_bad_names_are_refused(shifted, tmp_path):
         draw(calibration, tmp_path / "d.jpg")
 
 
-def test_numbers_know_their_interval():
-    values = torch.tensor([1.0, 2.0, 4.0, 5.0])
-    number = Number.mean(values)
-    half = 3.18244630528 * float(values.std()) / 2  # Student's t with three degrees of freedom
-    assert (number.low, number.high) == pytest.approx((3 - half, 3 + half))
-    assert number.scaled(2).reach == pytest.approx(2 * half)
-    assert number.scaled(-1).low == -number.high
-    assert math.isnan(Number.mean(values[:1]).low)
-    assert Number.mean(values[:1]).as_json() == {"value": 1.0, "low": None, "high": None}
+def test_each_side_is_the_network_really_run():
+    """Bare and attached, through a module whose call is its own and whose time is another."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(0.5))
+            self.calls = []
+
+        def forward(self, time, x):
+            self.calls.append(len(x))
+            return self.scale * x + 0.3
+
+    net = Net()
+    denoiser = trueup.Denoiser(
+        net, ContinuousVP(), "noise", SHAPE, call=lambda x, t: net(1000 * t, x), data_range=None
+    ).with_batch_size(50)
+    x0 = torch.randn(100, *SHAPE, generator=torch.Generator().manual_seed(0))
+    calibration = trueup.calibrate(denoiser, Images(x0), levels=[0.3, 0.6], trust=True, progress=False)
+    net.calls.clear()
+    found = objectives(denoiser, Images(x0 + 1e-3), calibration, levels=[0.3, 0.6], progress=False)
+    assert len(net.calls) == 2 * 2 * 2  # sides, levels, batches
+    assert found.evaluations == sum(net.calls) == 400
+    assert found.total("uniform", "drop").low > 0
+    assert not denoiser.corrected
+    with trueup.attach(net, calibration):
+        attached = objectives_by_hand(denoiser, x0 + 1e-3, 0.6)
+    assert torch.allclose(found.after[:, 1], attached, rtol=1e-5)
+
+
+def objectives_by_hand(denoiser, x0, t):
+    from trueup.noise import level_key, normal
+
+    eps = normal(1, torch.arange(len(x0)), level_key(t), SHAPE, torch.device("cpu"))
+    eps_hat = denoiser.eps(denoiser.process.noised(x0, eps, t), t)
+    return (eps_hat.double() - eps.double()).square().flatten(1).sum(1).detach()

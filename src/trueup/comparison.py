@@ -92,8 +92,8 @@ class Comparison:
             lines.append(_loss_line(self.loss))
         lines.append(
             f"features: {self.features['name']} ({self.features['preprocessing']}); reference: "
-            f"{self.reference['images']:,} {self.reference['made_of']}. Intervals are over which samples were "
-            "drawn."
+            f"{self.reference['images']:,} {self.reference['made_of']}. Intervals are over which samples "
+            "were drawn."
         )
         spent = ", ".join(f"{number:,} for {what}" for what, number in self.evaluations.items())
         lines.append(f"evaluations of the network: {spent}")

@@ -38,12 +38,11 @@ REFERENCE_IMAGES = 10_000
 LOSS_IMAGES = 200  # at most: the denoising loss is known well from few
 FEWEST_SAMPLES = 8  # fewer have no intervals
 _AT_ONCE = 64  # images of the data
-_MADE_OF = {  # what a reference was made of, and what to know about it
-    "pictures": None,
-    "decoded latents": "the data holds latents: samples are compared with what its decoder makes of those, which "
-    "hides what the autoencoder loses. Give pictures to compare with pictures",
-    "samples as they are": "these are no pictures: samples and data are compared by their values. A Denoiser with "
-    "an autoencoder compares the pictures of latents",
+_MADE_OF = {  # a reference, and what to know about it
+    "decoded latents": "the data holds latents: samples are compared with what the decoder makes of those, "
+    "which hides what the autoencoder loses. Give pictures to compare with pictures",
+    "samples as they are": "these are no pictures: samples and data are compared by their values. For the "
+    "pictures of latents, give the Denoiser their autoencoder",
 }
 ToImages = Callable[[Tensor], Tensor]
 
@@ -68,11 +67,11 @@ def evaluate(
 ) -> Comparison:
     """Sample with and without a calibration from the same seeds, and compare both with the data.
 
-    data: images to compare with (10,000, unless `Images` says otherwise), or a `trueup.metrics.Reference` made
+    data: images to compare with (10,000, unless `Images` says otherwise), a `trueup.metrics.Reference` made
     from them, or its file. solvers and nfe: every one of the first at every one of the second. features: a
     name (see `trueup.metrics.load_features`), or what maps images to (B, d). Latents are compared as the
     pictures that the Denoiser's autoencoder makes of them. trajectory: as in `sample`. loss: whether the
-    denoising loss is measured, too, on images that the calibration was not made from; a Reference has none.
+    denoising loss is measured, too, on images that the calibration was not made from; a file has none.
     run: a directory that keeps the features of what was sampled, to go on from after an interruption; force
     replaces what was sampled there with other settings.
     """
@@ -90,7 +89,7 @@ def evaluate(
     kept_on = [None if made is None or made.empty else made for made in kept_on]
     made_each = [count_evaluations(solver, number, denoiser, classes) for solver, number in chosen]
     extract = _features(features).to(denoiser.device)
-    reference, images = _open_reference(data, denoiser, extract, progress)
+    reference = _open_reference(data, denoiser, extract, progress)
     notes = [note for note in (_MADE_OF.get(reference.made_of),) if note is not None]
     conditions = {
         "set of labels": None if classes is None else classes.tolist(),
@@ -104,16 +103,16 @@ def evaluate(
     for (solver, number), made, applied in zip(chosen, made_each, kept_on, strict=True):
         if applied is not None:
             notes.append(f"after: the calibration's trajectory of {applied.sampler} is applied as well")
-        elif calibration.trajectories and trajectory is None and number is not None:
-            if find_trajectory(calibration, solver, number, guidance) is None:
-                notes.append(f"{_name(solver, number)}: {without_trajectory(calibration)}")
+        elif trajectory is None and number is not None and calibration.trajectories:
+            known = find_trajectory(calibration, solver, number, guidance)  # one that does nothing, or none
+            notes += [] if known else [f"{_name(solver, number)}: {without_trajectory(calibration)}"]
         both = draw(solver, number, None, None), draw(solver, number, calibration, applied)
         rows.append(_row(solver, number, made, both, reference, notes))
         if made is not None:
             spent[f"samples by {_name(solver, number)}"] = 2 * samples * made
     found = None
-    if loss and images is not None:
-        found = _loss(denoiser, calibration, images, seed, notes, progress)
+    if loss and reference.images is not None:
+        found = _loss(denoiser, calibration, reference.images, seed, notes, progress)
         spent |= {} if found is None else {"the denoising loss": found.evaluations}
     return Comparison(
         rows=rows,
@@ -153,27 +152,19 @@ def image_maker(denoiser: Denoiser) -> ToImages:
     return lambda x: x.cpu()
 
 
-class _Unencoded:
-    """An autoencoder that leaves pictures as they were read."""
-
-    def __init__(self, autoencoder: Any):
-        self.picture_shape = autoencoder.picture_shape
-
-    def encode(self, images: Tensor) -> Tensor:
-        return images
-
-
 def build_reference(
     data: Any, denoiser: Denoiser, features: Features, *, progress: bool | None = None
 ) -> Reference:
-    """What a model's samples are compared with: the data's pictures; of latents, what is decoded from them."""
+    """What a model's samples are compared with: the data's pictures, or what is decoded from its latents."""
     latent = denoiser.data_range is None
     autoencoder = denoiser.autoencoder if latent else None
+    images = as_images(data, REFERENCE_IMAGES)
     samples = Samples(
-        as_images(data, REFERENCE_IMAGES),
+        images,
         denoiser.shape,
         denoiser.data_range,
-        autoencoder=None if autoencoder is None else _Unencoded(autoencoder),
+        autoencoder=autoencoder,
+        encode=False,
     )
     to_images, digest, of = image_maker(denoiser), 0, "samples as they are" if latent else "pictures"
 
@@ -193,20 +184,17 @@ def build_reference(
                 bar.update(len(batch))
 
     reference = Reference.build(features, batches())
-    return replace(reference, fingerprint=f"{digest:016x}", made_of=of)
+    return replace(reference, fingerprint=f"{digest:016x}", made_of=of, images=images)
 
 
-def _open_reference(
-    data: Any, denoiser: Denoiser, features: Features, progress: bool | None
-) -> tuple[Reference, Images | None]:
-    """The reference, and the images if it was made from some just now."""
+def _open_reference(data: Any, denoiser: Denoiser, features: Features, progress: bool | None) -> Reference:
+    """The reference, or the one that is made from images."""
     if isinstance(data, (str, PathLike)) and Path(data).suffix == ".safetensors":
         data = Reference.load(data)
-    if isinstance(data, Reference):
-        data.check(features)
-        return data, None
-    images = as_images(data, REFERENCE_IMAGES)
-    return build_reference(images, denoiser, features, progress=progress), images
+    if not isinstance(data, Reference):
+        data = build_reference(data, denoiser, features, progress=progress)
+    data.check(features)
+    return data
 
 
 def _features(features: str | Features | Callable[[Tensor], Any]) -> Features:

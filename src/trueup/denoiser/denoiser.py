@@ -73,6 +73,8 @@ class Denoiser:
         self.shape = tuple(int(n) for n in shape) if isinstance(shape, Iterable) else (int(shape),)
         if len(self.shape) < 2 or min(self.shape) < 1:
             raise ModelError(f"shape is one sample's, (channels, *spatial), got {self.shape}")
+        if data_range is not None and not data_range[0] < data_range[1]:
+            raise ModelError(f"data_range is (low, high) with low < high, or None, not {data_range!r}")
         self.data_range, self.conditional, self.null_label = data_range, conditional, null_label
         if autoencoder is not None and not hasattr(autoencoder, "picture_shape"):
             raise ModelError("wrap the autoencoder, so that its scaling is known: trueup.hf.Autoencoder(vae)")
@@ -182,14 +184,18 @@ class Denoiser:
 
         However many rows memory holds at once, they are evaluated; a correction that is attached is applied.
         """
-        times = self._times(torch.as_tensor(t), len(x_t), x_t, y)
-        parts, fitted = in_parts(
-            lambda part: self._rows(x_t[part], times[part], None if y is None else y[part]),
-            len(x_t),
-            self._at_once,
-        )
-        if fitted < len(x_t):  # a small batch says nothing of larger ones
-            self._at_once = fitted
+        if not isinstance(t, Tensor):
+            t = torch.tensor(t, dtype=torch.float64 if isinstance(t, float) else None)
+        times = self._times(t, x_t, y)
+        y = y.to(x_t.device) if isinstance(y, Tensor) else y
+
+        def rows(part: slice) -> Tensor:
+            return self._rows(x_t[part], times[part], None if y is None else y[part])
+
+        if x_t.requires_grad:  # parts would share one backward pass, and its memory
+            parts = [rows(slice(None))]
+        else:
+            parts, self._at_once = in_parts(rows, len(x_t), self._at_once)
         output = parts[0] if len(parts) == 1 else torch.cat(parts)
         return output if variance else output[:, : self.shape[0]]
 

@@ -109,6 +109,7 @@ class Samples:
         model_range: tuple[float, float] | None,
         *,
         autoencoder: Any = None,
+        encode: bool = True,
         exact: bool = False,
     ):
         self.images = images = as_images(images)
@@ -119,6 +120,7 @@ class Samples:
         self.held_back = 0  # samples that were not to be used
         self.shape, self.model_range = tuple(shape), model_range
         self.autoencoder = autoencoder  # makes latents of pictures
+        self.encode = encode  # or leaves them pictures, in -1..1
         self.source, self.labels, self.name = open_source(images.source)
         if images.labels is not None:
             self.labels = images.labels
@@ -183,9 +185,9 @@ class Samples:
                 if skip[index + self.images.offset] != row.digest:  # type: ignore[index]
                     raise DataError(f"sample {index} of {self.name} is not what it was before")
                 continue
-            if digest in seen:
-                self.duplicates += digest not in without
-                self.held_back += digest in without
+            if row.digest in seen:
+                self.duplicates += row.digest not in known
+                self.held_back += row.digest in known
                 continue
             if unique:
                 seen.add(row.digest)
@@ -265,7 +267,7 @@ class Samples:
     def _stacked(self, rows: list[_Row]) -> Tensor:
         """Samples, those of pictures encoded where the model takes latents."""
         pictures = [row.x0 for row in rows if row.encode]
-        if not pictures:
+        if not pictures or not self.encode:
             return torch.stack([row.x0 for row in rows])
         latents = self.autoencoder.encode(torch.stack(pictures)).cpu()
         if tuple(latents.shape[1:]) != self.shape:
