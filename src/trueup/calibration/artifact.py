@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -215,7 +216,7 @@ def _bounds(
     }
 
 
-def check_provenance(provenance: dict[str, Any]) -> None:
+def check_provenance(provenance: Mapping[str, Any]) -> None:
     """Raise for what attaching, inspecting or measuring again could not use."""
     Parametrization(**part(provenance, "parametrization", dict))
     given = {name: value for name, value in provenance.items() if value is not None}
