@@ -83,7 +83,9 @@ def test_no_period_in_the_data_survives_the_dealing(period):
     """`index % 16` put labels that cycle with a period of 2, 4, 8 or 16 into folds of their own."""
     index = torch.arange(16 * 400)
     fold = fold_of(index, 16)
-    counts = torch.zeros(16, period).index_put_((fold, index % period), torch.ones(len(index)), accumulate=True)
+    counts = torch.zeros(16, period).index_put_(
+        (fold, index % period), torch.ones(len(index)), accumulate=True
+    )
     expected = len(index) / 16 / period
     # a chi-square of 15 (period - 1) degrees of freedom, or less: blocks are dealt without replacement
     chi2 = float(((counts - expected).square() / expected).sum())
