@@ -834,7 +834,7 @@ def test_two_at_once_are_refused(tmp_path):
 
 def test_generated_images_stand_in_for_data_and_the_calibration_says_so(tmp_path):
     mixture = GaussianMixture(torch.zeros(1, 1, 8, 8), 0.3)
-    denoiser = mixture.denoiser(VP, distortion=lambda eps, u, lam: 0 * eps + 0.4)
+    denoiser = mixture.denoiser(VP, distortion=lambda eps, u, lam: 0 * eps + 0.1)
     denoiser.data_range = (-1.0, 1.0)
     data = generate(denoiser, 60, nfe=12, folder=tmp_path / "g")
     assert data.images.dtype == torch.uint8
@@ -848,8 +848,8 @@ def test_generated_images_stand_in_for_data_and_the_calibration_says_so(tmp_path
     assert "model's own samples" in cal.summary()
     cal.save(tmp_path / "c.trueup.safetensors")
     assert trueup.load(tmp_path / "c.trueup.safetensors").generated == cal.generated
-    # Where little is left of the images, any will do to see that eps is off by 0.4.
-    assert float(cal.correction.shift_map()[-1].mean()) == pytest.approx(0.4, abs=0.05)
+    # Where little is left of the images, any will do to see that eps is off by 0.1.
+    assert float(cal.correction.shift_map()[-1].mean()) == pytest.approx(0.1, rel=0.2)
 
 
 def test_a_mistake_makes_no_folder(tmp_path):
