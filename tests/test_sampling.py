@@ -156,6 +156,15 @@ def test_somebody_elses_solver_works_by_name(halves):
         trueup.calibrate_sampler(denoiser, cal, solver="halves", nfe=2)
 
 
+def test_somebody_elses_solver_is_evaluated_by_name(halves):
+    denoiser, data = exact_for("discrete"), GAUSSIAN.sample(64)
+    cal = calibration_of(denoiser, data)
+    found = trueup.evaluate(
+        denoiser, cal, data, solvers=("halves",), nfe=(2,), samples=16, features="pixels", loss=False
+    )
+    assert [row.solver for row in found.rows] == ["halves"]
+
+
 def test_a_mistyped_name_is_understood():
     for typed, meant in (("dpm-solver3", "dpm-solver-3"), ("unipcc", "unipc"), ("dpmpp2m", "dpm++2m")):
         with pytest.raises(TrueupError, match=f"did you mean {meant.replace('+', '[+]')}"):
