@@ -18,17 +18,19 @@ def calibration_of(denoiser, images, *, shift=0.0, y=None, generated=None) -> Ca
     t = torch.unique(process.snap(process.t_of_lam(torch.linspace(*ends, LEVELS, dtype=torch.float64))))
     off = bands.dct(torch.full(denoiser.shape, shift, dtype=torch.float64)).flatten(1)  # (C, K)
     none = torch.zeros(len(t), denoiser.shape[0], bands.count, dtype=torch.float64)
-    zeros = torch.zeros(len(t), dtype=torch.float64)
+    zeros, wholly = (f(len(t), dtype=torch.float64) for f in (torch.zeros, torch.ones))
+    support = torch.ones(len(t) - 1, bands.count, dtype=torch.float64)
+    off = off.expand(len(t), *off.shape).clone()  # (L, C, K)
     binding = denoiser.binding(y)
     return Calibration(
-        correction=Correction(process.lam(t), off.expand(len(t), *off.shape).clone(), none, none, bands),
+        correction=Correction(process.lam(t), off, none, none, bands, support),
         t=t,
         shape=denoiser.shape,
         evidence=Evidence(
             images=data.images,
             folds=16,
-            dimensions=off.numel(),
-            loss=Number(zeros + 1, zeros, zeros, zeros + 2),
+            dimensions=off[0].numel(),
+            loss=Number(wholly, zeros, wholly, wholly),
             eta2=Number(*[zeros] * 4),
             gain=Number(*[zeros] * 4),
             shift_se=zeros,

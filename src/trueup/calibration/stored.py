@@ -89,7 +89,7 @@ def numbers(
 def word(meta: Mapping[str, Any], name: str) -> str:
     """A short name of a file, without room for a sentence."""
     value = meta.get(name)
-    if not isinstance(value, str) or not re.fullmatch(r"[\w.-]{1,60}", value):
+    if not isinstance(value, str) or not re.fullmatch(r"[\w.+-]{1,60}", value):
         raise ArtifactError(f"{name} is {str(value)[:20]!r}, expected a name")
     return value
 

@@ -9,14 +9,15 @@ published rule leaps to the end (Gaussian data then came out with 1.6 times its 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trueup.errors import ModelError
 from trueup.process import NoiseProcess
-from trueup.sampling.dpm_solver import (
+from trueup.sampling.network import Network
+from trueup.sampling.steps import (
     Levels,
     Weights,
     eps_weights,
@@ -25,10 +26,6 @@ from trueup.sampling.dpm_solver import (
     network_times,
     taylor,
 )
-from trueup.sampling.network import Network
-
-if TYPE_CHECKING:
-    from trueup.sampling.dpm_solver import DPMSolver
 
 _FIRST_STEP = 0.05  # in lam
 _SAFETY = 0.9
@@ -37,10 +34,17 @@ _CLOSE = 1e-5  # in lam: the end is reached
 _MOST = 10_000  # steps; a network that needs more is not a denoiser
 
 
-def solve(solver: DPMSolver, network: Network, x: Tensor, advance: Callable[[int], Any]) -> Tensor:
-    """From x at the process's end to a sample."""
+def solve(
+    network: Network,
+    x: Tensor,
+    advance: Callable[[int], Any],
+    order: int,
+    end: Tensor,
+    atol: float,
+    rtol: float,
+) -> Tensor:
+    """From x at the process's last time to lam = end."""
     process, axes = network.process, [1] * (x.ndim - 1)
-    end = process.lam(solver.end_time(process, None))
     x = x.clone()
     before = x.clone()  # the lower order's result of the step before: errors are relative to it
     rows = torch.arange(len(x))  # images not yet done
@@ -48,13 +52,13 @@ def solve(solver: DPMSolver, network: Network, x: Tensor, advance: Callable[[int
     h = torch.full_like(lam, _FIRST_STEP)
     labels = network.y
     for _ in range(_MOST):
-        s = [lam + share * h for share in torch.linspace(0, 1, solver.order + 1, dtype=torch.float64)]
+        s = [lam + share * h for share in torch.linspace(0, 1, order + 1, dtype=torch.float64)]
         points = [_levels(process, value, axes) for value in s]
         on = rows.to(x.device)
         network.y = None if labels is None else labels[on]
         lower, higher = _both(network, x[on], points)
-        advance(solver.order)
-        scale = torch.maximum(lower.abs(), before[on].abs()).mul_(solver.rtol).clamp_min_(solver.atol)
+        advance(order)
+        scale = torch.maximum(lower.abs(), before[on].abs()).mul_(rtol).clamp_min_(atol)
         error = ((higher - lower) / scale).flatten(1).square().mean(1).sqrt().double().cpu()
         if not torch.isfinite(error).all():
             raise ModelError("the network returned values that are not finite along the path")
@@ -62,14 +66,14 @@ def solve(solver: DPMSolver, network: Network, x: Tensor, advance: Callable[[int
         accepted = on[kept.to(x.device)]
         x[accepted], before[accepted] = higher[kept.to(x.device)], lower[kept.to(x.device)]
         lam = torch.where(kept, lam + h, lam)
-        growth = (_SAFETY * error.clamp_min(1e-12) ** (-1 / solver.order)).clamp_max(_GROWTH)
+        growth = (_SAFETY * error.clamp_min(1e-12) ** (-1 / order)).clamp_max(_GROWTH)
         h = torch.minimum(h * growth, end - lam)
         going = end - lam > _CLOSE
         rows, lam, h = rows[going], lam[going], h[going]
         if not len(rows):
             network.y = labels
             return x
-    raise ModelError(f"{solver.name} did not reach its end in {_MOST} steps: raise atol and rtol")
+    raise ModelError(f"the adaptive solver did not end in {_MOST} steps: raise atol and rtol")
 
 
 def _both(network: Network, x: Tensor, points: list[Levels]) -> tuple[Tensor, Tensor]:
