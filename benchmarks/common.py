@@ -10,22 +10,15 @@ import numpy as np
 import torch
 
 import trueup
-from trueup.data import Samples
 from trueup.denoiser import Denoiser
+from trueup.estimate import default_levels
+from trueup.estimate import measure as measure_moments
 from trueup.estimate.confirm import score
-from trueup.statistics import mean_and_error
 from trueup.evaluation import build_reference, image_maker
 from trueup.hf import as_denoiser
-from trueup.metrics import (
-    GaussianStatistics,
-    colours,
-    frechet,
-    interval,
-    load_features,
-    paired_difference,
-    wasserstein,
-)
+from trueup.metrics import GaussianStatistics, colours, frechet, load_features, wasserstein
 from trueup.sampling import sample_batches
+from trueup.statistics import Number, mean_and_error
 
 FINDINGS_LEVELS = (999, 852, 673, 440, 177, 44, 8)
 
@@ -58,7 +51,9 @@ def load_model(path: str, options: argparse.Namespace) -> Denoiser:
     scheduler = None
     if not any((Path(path) / p).exists() for p in ("model_index.json", "scheduler_config.json")):
         scheduler = {"beta_schedule": options.beta_schedule, "beta_start": 1e-4, "beta_end": 0.02}
-    denoiser = as_denoiser(path, scheduler=scheduler, device=options.device)
+    denoiser = as_denoiser(
+        path, scheduler=scheduler, device=options.device, batch_size=options.batch_size
+    )
     if options.half:
         denoiser.network.half().to(memory_format=torch.channels_last)
     return denoiser
@@ -69,13 +64,13 @@ def load_images(options: argparse.Namespace) -> np.ndarray:
 
 
 def measure(denoiser: Denoiser, images: np.ndarray, options: argparse.Namespace, levels=None, seed: int = 0):
-    return trueup.measure(
-        denoiser, images, images=None, levels=levels, seed=seed, batch_size=options.batch_size, progress=False
-    )
+    data = trueup.Images(images)
+    many = denoiser.with_batch_size(options.batch_size)
+    return measure_moments(many, data, levels=levels, seed=seed, trust=True, progress=False)
 
 
 def levels_with(denoiser: Denoiser, extra=FINDINGS_LEVELS) -> torch.Tensor:
-    default = trueup.estimate.default_levels(denoiser.process)
+    default = default_levels(denoiser.process)
     return torch.unique(torch.cat([default, torch.tensor(extra, dtype=torch.float64)]))
 
 
@@ -93,26 +88,18 @@ class Quality:
 
     def __init__(self, denoiser: Denoiser, images: np.ndarray, features: str = "efficientnet"):
         self.features = load_features(features, device=denoiser.device)
-        source = Samples(images, denoiser.shape, denoiser.data_range)
-        self.reference = build_reference(
-            source, self.features, image_maker(denoiser), batch_size=500, progress=False
-        )
+        self.reference = build_reference(trueup.Images(images), denoiser, self.features, progress=False)
         pooled = self.reference.pooled  # on the network's device: one eigendecomposition for every row
         mean, scatter = (v.to(denoiser.device) for v in (pooled.mean, pooled.covariance * (pooled.count - 1)))
         self.pooled = GaussianStatistics(mean, scatter, pooled.count)
 
     def __call__(self, denoiser: Denoiser, calibration, solver, nfe: int, samples: int, batch_size: int):
-        """(Fréchet distance, W1 of mean colour) of `samples` samples, as Estimates."""
+        """(Fréchet distance, W1 of mean colour) of `samples` samples."""
         parts, colour = [], []
         to_images = image_maker(denoiser)
+        many = denoiser.with_batch_size(batch_size)
         for _, x in sample_batches(
-            denoiser,
-            samples,
-            solver=solver,
-            nfe=nfe,
-            calibration=calibration,
-            batch_size=batch_size,
-            progress=False,
+            many, samples, solver=solver, nfe=nfe, calibration=calibration, progress=False
         ):
             images = to_images(x)
             parts.append(self.features(images).pooled)
@@ -121,21 +108,20 @@ class Quality:
         return frechet(pooled, self.pooled), wasserstein(torch.cat(colour), self.reference.colours)
 
 
-def plus_minus(estimate) -> str:
-    low, high, _ = interval(estimate)
-    return f"{estimate.value:.3g} ± {(high - low) / 2:.2g}"
+def plus_minus(number: Number) -> str:
+    return f"{number.value:.3g} ± {number.reach:.2g}"
 
 
-def numbers(estimate) -> list[float]:
+def numbers(number: Number) -> list[float]:
     """Value and 95% interval, for the JSON."""
-    return [estimate.value, *interval(estimate)[:2]]
+    return [number.value, number.low, number.high]
 
 
-def change(before, after) -> str:
+def change(before: Number, after: Number) -> str:
     """The paired difference, and whether it is more than luck."""
-    difference, low, high, _ = paired_difference(before, after)
-    word = "" if low > 0 or high < 0 else ", within noise"
-    return f"{difference:+.3g} ± {(high - low) / 2:.2g}{word}"
+    difference = after.difference(before)
+    word = "" if difference.sign else ", within noise"
+    return f"{difference.value:+.3g} ± {difference.reach:.2g}{word}"
 
 
 def table(rows: list[list[str]]) -> str:

@@ -16,6 +16,7 @@ import torch
 import trueup
 from trueup.analytic import GaussianMixture
 from trueup.bands import Bands
+from trueup.estimate import fit, measure
 from trueup.statistics import trapezoid_weights
 
 from common import gains, table
@@ -50,30 +51,26 @@ def main() -> None:
     p.add_argument("--size", type=float, default=0.3)
     options = p.parse_args()
     mixture, denoiser, truth = biased_model(options.size)
-    held_out = trueup.measure(
-        denoiser, mixture.sample(20000, seed=10**6), images=None, levels=LEVELS, seed=10**6, batch_size=2000
-    )
+    many = denoiser.with_batch_size(2000)
+    others = trueup.Images(mixture.sample(20000, seed=10**6))
+    held_out = measure(many, others, levels=LEVELS, seed=10**6, trust=True)
     hits: dict[str, list[torch.Tensor]] = {}
     for repetition in range(options.repetitions):
         x0 = mixture.sample(options.images, seed=repetition)
-        moments = trueup.measure(
-            denoiser, x0, images=None, levels=LEVELS, seed=repetition, batch_size=options.images
-        )
+        moments = measure(many, trueup.Images(x0), levels=LEVELS, seed=repetition, trust=True)
         weights = trapezoid_weights(moments.lam)
         for family in ("shift", "spectral"):
-            cal = trueup.fit(moments, family=family)
+            cal = fit(moments, family=family)
             e = cal.evidence
             gain, _ = gains(held_out, cal.correction)
-            low, high = e.interval(e.gain, e.gain_se)
-            hits.setdefault(f"held-out gain, {family}", []).append((low <= gain) & (gain <= high))
-            total, error = e.bound_gain
-            inside = abs(total - float(gain @ weights)) <= e.quantile * error
+            covered = (e.gain.low <= gain) & (gain <= e.gain.high)
+            hits.setdefault(f"held-out gain, {family}", []).append(covered)
+            inside = e.bound_gain.low <= float(gain @ weights) <= e.bound_gain.high
             hits.setdefault(f"gain of the bound, {family}", []).append(torch.tensor([inside]))
         hits.setdefault("size of the mean residual", []).append(
-            (e.eta2_low <= truth) & (truth <= e.eta2_high)
+            (e.eta2.low <= truth) & (truth <= e.eta2.high)
         )
-        _, low, high = e.shift_bound_gain
-        inside = low <= float(truth @ weights) <= high
+        inside = e.shift_bound_gain.low <= float(truth @ weights) <= e.shift_bound_gain.high
         hits.setdefault("gain of the bound, ideal shift", []).append(torch.tensor([inside]))
     rows = [["95% interval of", "intervals", "covered"]]
     for name, values in hits.items():

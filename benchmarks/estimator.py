@@ -12,12 +12,20 @@ import math
 
 import torch
 
-import trueup
+from trueup.estimate import Moments, fit
 from trueup.estimate.regress import Centred, mean_residual
 
 from common import FINDINGS_LEVELS, finish, levels_with, load_images, load_model, measure, parser, table
 
 ESTIMATORS = ("plain", "paired", "regressed", "shrunk")
+
+
+def output_power(moments: Moments) -> torch.Tensor:
+    """E|eps_hat|^2 at every level: the variance of what the published estimator averages."""
+    centred = Centred(moments.used())
+    eps_hat = centred.eps_hat()
+    mean = centred.mean_of(eps_hat).square().sum((1, 2))
+    return (centred.dot(eps_hat, eps_hat).sum((1, 2)) / centred.n.flatten()) + mean
 
 
 def main() -> None:
@@ -33,8 +41,9 @@ def main() -> None:
         truth_moments = measure(
             denoiser, images[used : used + options.held_out], options, levels=FINDINGS_LEVELS, seed=1000
         ).used()
-        zero = torch.zeros_like(truth_moments.second[0, :, 0])
-        mean = mean_residual(Centred(truth_moments), "regressed", denoiser.parametrization, zero, zero)
+        centred = Centred(truth_moments)
+        zero = torch.zeros_like(centred.second[0, :, 0])
+        mean = mean_residual(centred, "regressed", denoiser.parametrization, zero, zero)
         sizes = truth_moments.bands.sizes
         truth, truth_noise = mean.value, (mean.variance * sizes).sum((1, 2))  # (L, C, K), (L,)
         errors = {name: [] for name in ESTIMATORS}
@@ -43,9 +52,9 @@ def main() -> None:
             part = images[repeat * options.images : (repeat + 1) * options.images]
             moments = measure(denoiser, part, options, levels=levels_with(denoiser), seed=repeat)
             rows = [int((moments.t == t).nonzero()) for t in truth_moments.t]
-            power = power + moments.second[:, rows, 3].sum((0, 2, 3)) / len(part) / options.repeats
+            power = power + output_power(moments)[rows] / options.repeats
             for name in ESTIMATORS:
-                b = trueup.fit(moments, family="shift", estimator=name).correction.b[rows]
+                b = fit(moments, family="shift", estimator=name).correction.b[rows]
                 errors[name].append((b - truth).square().sum((1, 2)) - truth_noise)
         mean_error = {name: torch.stack(e).mean(0) for name, e in errors.items()}
         ratio = mean_error["plain"] / mean_error["shrunk"]

@@ -9,29 +9,12 @@ them. What interpolation costs must be small next to the uncertainty of the gain
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-import trueup
-from trueup.correction import Correction, interpolation_weights
-from trueup.estimate.collect import LEVEL_SPACING
+from trueup.calibration.correction import LEVEL_SPACING
+from trueup.estimate import fit
 
 from common import finish, gains, load_images, load_model, measure, parser, table
-
-
-def at_levels(correction: Correction, lam: torch.Tensor) -> Correction:
-    weights = interpolation_weights(correction.lam, lam)
-    b, a, d = (
-        torch.einsum("nl,l...->n...", weights, part) for part in (correction.b, correction.a, correction.d)
-    )
-    return Correction(lam, b, a, d, correction.bands)
-
-
-def every_other(moments):
-    keep = torch.arange(0, moments.levels, 2)
-    per_level = {name: getattr(moments, name)[keep] for name in ("t", "lam", "alpha", "sigma")}
-    return replace(moments, **per_level, first=moments.first[:, keep], second=moments.second[:, keep])
 
 
 def main() -> None:
@@ -68,12 +51,12 @@ def main() -> None:
             seed=1000,
         )
         for family in ("shift", "spectral"):
-            full = trueup.fit(moments, family=family)
-            half = trueup.fit(every_other(moments), family=family)
+            full = fit(moments, family=family)
+            half = fit(moments.at_levels(torch.arange(0, moments.levels, 2)), family=family)
             direct, _ = gains(held_out, full.correction)
-            between, _ = gains(held_out, at_levels(half.correction, moments.lam))
+            between, _ = gains(held_out, half.correction.at(moments.lam))
             odd = torch.arange(1, len(dense), 2)
-            error = full.evidence.gain_se[odd]
+            error = full.evidence.gain.error[odd]
             lost = (direct - between)[odd]
             rows.append(
                 [path, family, f"{float(direct[odd].sum()):.3f}", f"{float(between[odd].sum()):.3f}"]

@@ -21,10 +21,11 @@ from PIL import Image
 from common import table
 
 _CALIBRATE = """
-import resource, sys, trueup
+import resource, sys, trueup, trueup.hf
 model, data, count = sys.argv[1:]
-settings = {"images": int(count), "levels": [100, 500, 900], "batch_size": 256}
-trueup.calibrate(model, data, run=f"{model}.{count}", **settings)
+denoiser = trueup.hf.as_denoiser(model, batch_size=256)
+images = trueup.Images(data, count=int(count))
+trueup.calibrate(denoiser, images, levels=[100, 500, 900], run=f"{model}.{count}", trust=True)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 

@@ -15,10 +15,10 @@ import time
 import torch
 
 import trueup
-from trueup.data import Samples
-from trueup.estimate.evaluate import add_batch, check_finite
-from trueup.estimate.moments import Moments
-from trueup.hook import CorrectOutput
+from trueup.calibration.hook import CorrectOutput
+from trueup.estimate import Moments
+from trueup.estimate.measure import add_batch, check_finite
+from trueup.images import open_images
 
 from common import load_images, load_model, parser, table
 
@@ -34,7 +34,7 @@ def forward_ratio(denoiser, cal, batch: int, rounds: int, on_device: bool) -> tu
     """(bare seconds, 1 + correction / bare) of one forward: the least time of each, taken in turn."""
     x_t = torch.randn(batch, *denoiser.shape, device=denoiser.device)
     t = torch.full((batch,), 400, device=denoiser.device) if on_device else torch.tensor(400)
-    network, hook = denoiser.network, CorrectOutput(cal)
+    network, hook = denoiser.network, CorrectOutput(cal, denoiser.binding())
     output = network(x_t, t)
 
     def timed(call, repeats: int) -> float:
@@ -55,14 +55,8 @@ def forward_ratio(denoiser, cal, batch: int, rounds: int, on_device: bool) -> tu
 def calibration_ratio(denoiser, images, batch: int, rounds: int) -> float:
     """Bare forward loop's time over the calibration's, for the same evaluations."""
     levels = trueup.estimate.default_levels(denoiser.process)[:: 5 if denoiser.device.type == "cpu" else 1]
-    moments = Moments.empty(
-        levels,
-        denoiser.process.lam(levels),
-        denoiser.process.alpha(levels),
-        denoiser.process.sigma(levels),
-        denoiser.shape,
-    ).to(denoiser.device)
-    samples = Samples(images, denoiser.shape, denoiser.data_range)
+    moments = Moments.empty(denoiser.process, levels, denoiser.shape).to(denoiser.device)
+    samples = open_images(images, denoiser)
     x_t = torch.randn(batch, *denoiser.shape, device=denoiser.device)
     bare, calibrating = [], []
     for _ in range(rounds):
@@ -71,7 +65,7 @@ def calibration_ratio(denoiser, images, batch: int, rounds: int) -> float:
             denoiser.network(x_t, torch.full((batch,), int(t), device=denoiser.device))
         bare.append(clock(denoiser.device) - start)
         start = clock(denoiser.device)
-        for loaded in samples.batches(batch, 0, 3 * batch):
+        for loaded in samples.batches(batch, limit=3 * batch):
             check_finite(moments)
             add_batch(moments, denoiser, loaded, seed=0)
         calibrating.append(clock(denoiser.device) - start)
@@ -105,12 +99,9 @@ def main() -> None:
     images = load_images(options)
     denoiser = load_model(options.model[0], options)
     denoiser.network.eval()
-    cal = trueup.calibrate(
-        denoiser, images, images=24, estimator="regressed", levels=range(0, 1000, 37), batch_size=24
-    )
-    shift = trueup.calibrate(
-        denoiser, images, images=8, family="shift", estimator="paired", levels=[0, 500, 999]
-    )
+    few, fewer = (trueup.Images(images, count=count) for count in (24, 8))
+    cal = trueup.calibrate(denoiser, few, estimator="regressed", levels=range(0, 1000, 37))
+    shift = trueup.calibrate(denoiser, fewer, family="shift", estimator="paired", levels=[0, 500, 999])
     rows = [["what", "ratio"]]
     where = f"{options.device}, batch 16"
     for name, fitted in (("spectral", cal), ("shift", shift)):

@@ -51,6 +51,8 @@ def make(
     if family == "shift":
         a, d = torch.zeros_like(a), torch.zeros_like(d)
 
+    support = torch.rand(count - 1, bands.count, generator=generator, dtype=torch.float64)
+
     def numbers():
         value, error = normal(count).abs(), normal(count).abs()
         error[0] = math.nan  # as of too few images
@@ -59,7 +61,7 @@ def make(
     parametrization = Parametrization(kind, 0.5 if kind.startswith("edm") else None)
     mean = normal(shape[0], size)
     made = Calibration(
-        correction=Correction(noise.lam(t), b, a, d, bands),
+        correction=Correction(noise.lam(t), b, a, d, bands, support),
         t=t,
         shape=shape,
         evidence=Evidence(

@@ -47,7 +47,8 @@ def parts(c: Calibration) -> dict:
     # By its fields, so that a measurement added to the evidence and forgotten by the file is noticed.
     found = {field.name: getattr(c.evidence, field.name) for field in fields(Evidence)}
     k = c.correction
-    found |= {"lam": k.lam, "b": k.b, "a": k.a, "d": k.d, "bands": k.bands.index, "t": c.t}
+    found |= {"lam": k.lam, "b": k.b, "a": k.a, "d": k.d, "support": k.support}
+    found |= {"bands": k.bands.index, "t": c.t}
     found |= {"edges": k.bands.edges, "spatial": k.bands.spatial}
     found |= {
         field.name: getattr(c, field.name)
@@ -128,7 +129,7 @@ def test_round_trip(tmp_path, shape, noise, kind, keep, levels):
     loaded = trueup.load(tmp_path / "a")
     was, now = parts(saved), parts(loaded)
     assert was.keys() == now.keys()
-    rounded = ("b", "a", "d", "scale", "data_mean", "data_variance", "data_variance_se")
+    rounded = ("b", "a", "d", "support", "scale", "data_mean", "data_variance", "data_variance_se")
     rounded += ("trajectory 0 shift", "trajectory 0 gain")  # these are kept as float32
     for name, value in was.items():
         if name in rounded:
@@ -157,6 +158,13 @@ def test_what_was_loaded_corrects_alike(tmp_path):
     state = eps_hat[:1]
     one, other = (c.trajectories[0](1, state) for c in (saved, loaded))
     assert torch.allclose(one, other, rtol=0, atol=1e-6 * float(one.abs().max()))
+
+
+def test_support_that_is_whole_needs_no_saying(tmp_path):
+    one, other = make(), make()
+    one.correction.support, other.correction.support = None, torch.ones_like(other.correction.support)
+    one.save(tmp_path / "a")
+    assert one.identity == other.identity == trueup.load(tmp_path / "a").identity
 
 
 def test_empty_correction_stays_empty(tmp_path):
@@ -198,6 +206,7 @@ IDENTIFYING = {
     "a": lambda c: c.correction.a.mul_(1.001),
     "d": lambda c: c.correction.d.mul_(1.001),
     "lam": lambda c: c.correction.lam.mul_(1.001),
+    "support": lambda c: c.correction.support.mul_(0.999),
     "process": lambda c: c.provenance.update(process=process.VE().settings()),
     "prediction": lambda c: c.provenance.update(parametrization={"name": "velocity"}),
     "binding": lambda c: c.provenance["binding"].update(scale=2.0),
@@ -539,8 +548,8 @@ FORGERIES = {
     "negative shape": (_set("shape", [-1, -4, 4]), "sample shape makes no sense"),
     "shape of fractions": (_set("shape", [1, 4.0, 4]), "sample shape makes no sense"),
     "shape of booleans": (_set("shape", [True, 4, 4]), "sample shape makes no sense"),
-    "shape of text": (_set("shape", "144"), "sample shape makes no sense"),
-    "shape is a number": (_set("shape", 16), "damaged"),
+    "shape of text": (_set("shape", "144"), "shape is '144', expected a list"),
+    "shape is a number": (_set("shape", 16), "shape is '16', expected a list"),
     "shape without end": (_set("shape", [1] * 100_000), "sample shape makes no sense"),
     # bands
     "band missing": (_set("kept_bands", [0]), "b is torch.float32"),
@@ -556,7 +565,10 @@ FORGERIES = {
     "fewer edges": (_set("band_edges", [0.5]), "kept bands makes no sense"),
     "other edges, same bands": (_set("band_edges", [0.6, 1.5, 2.5, 3.5]), NOT_SAVED),
     "edges are text": (_set("band_edges", ["0.5", "1.5"]), "band_edges holds 0.5"),
-    "edges without end": (_set("band_edges", list(range(10_000))), "band_edges is no list of up to 1000"),
+    "edges without end": (
+        _set("band_edges", list(range(10_000))),
+        "band_edges is no list of 1 to 1000",
+    ),
     "edges are missing": (lambda meta, tensors: meta.pop("band_edges"), "band_edges"),
     # levels
     "levels out of order": (_tensor("t", lambda t: t[[0, 2, 1]]), "noise levels are out of order"),
@@ -572,6 +584,8 @@ FORGERIES = {
     "a of 1e38": (_at("a", 1e38), "a holds values out of range, -100 to 100"),
     "d of -1e38": (_at("d", -1e38), "d holds values out of range, -100 to 100"),
     "b of 1e30": (_at("b", 1e30), "b holds values out of range, -1e+06 to 1e+06"),
+    "support of 2": (_at("support", 2.0), "support holds values out of range, 0 to 1"),
+    "support scaled": (_tensor("support", lambda v: 0.9 * v), NOT_SAVED),
     "identity missing": (lambda meta, tensors: meta.pop("identity"), NOT_SAVED),
     # process and parametrization
     "another process": (
@@ -596,14 +610,17 @@ FORGERIES = {
         ),
         "timesteps",
     ),
-    "process is text": (_provenance("process", "vp"), "damaged"),
-    "process is nothing": (_provenance("process", None), "damaged"),
+    "process is text": (_provenance("process", "vp"), "process is 'vp', expected a dict"),
+    "process is nothing": (_provenance("process", None), "process is 'None', expected a dict"),
     "no process": (lambda meta, tensors: meta["provenance"].pop("process"), "process"),
     "no provenance": (lambda meta, tensors: meta.pop("provenance"), "provenance"),
-    "provenance is a list": (_set("provenance", []), "damaged"),
+    "provenance is a list": (_set("provenance", []), "provenance is '[]', expected a dict"),
     "unknown prediction": (_provenance("parametrization", {"name": "dreams"}), "unknown prediction"),
     "another prediction": (_provenance("parametrization", {"name": "data"}), NOT_SAVED),
-    "prediction is text": (_provenance("parametrization", "noise"), "damaged"),
+    "prediction is text": (
+        _provenance("parametrization", "noise"),
+        "parametrization is 'noise'",
+    ),
     "edm of text": (_provenance("parametrization", {"name": "edm", "sigma_data": "x"}), "damaged"),
     "edm of zero": (_provenance("parametrization", {"name": "edm", "sigma_data": 0.0}), "sigma_data"),
     # where the network's call holds what
@@ -612,20 +629,20 @@ FORGERIES = {
     "time in no units": (_binding("scale", 0.0), "the scale of the network's time is 0"),
     "time in units of text": (_binding("scale", "nan"), "scale holds nan"),
     "offset beyond measure": (_binding("offset", 1e12), "offset holds 1000000000000.0"),
-    "x nowhere": (_binding("x", None), "damaged"),
+    "x nowhere": (_binding("x", None), "x is 'None', expected a dict"),
     "t nowhere": (_binding("t", {"position": None, "name": None}), "the place of t"),
-    "t at -1": (_binding("t", {"position": -1, "name": "t"}), "the place of t"),
+    "t at -1": (_binding("t", {"position": -1, "name": "t"}), "position is -1"),
     "t by a number": (_binding("t", {"position": 1, "name": 7}), "the place of t"),
     "y in two places": (_binding("y", {"position": 1, "name": "y", "more": 1}), "damaged"),
-    "binding is text": (_provenance("binding", "x, t"), "damaged"),
+    "binding is text": (_provenance("binding", "x, t"), "binding is 'x, t', expected a dict"),
     # who it is of
-    "weights are a list": (_provenance("weights", ["ab"]), "weights of its provenance makes no sense"),
-    "weights are numbers": (_provenance("weights", {"float32": 7}), "fingerprint of the weights"),
+    "weights are a list": (_provenance("weights", ["ab"]), "weights is \"['ab']\", expected a dict"),
+    "weights are numbers": (_provenance("weights", {"float32": 7}), "the fingerprint float32 of its weights"),
     "model is a number": (_provenance("model", 3), "the model's name makes no sense"),
     "range of text": (_provenance("data_range", ["a", "b"]), "data_range holds a"),
     "range upside down": (_provenance("data_range", [1.0, -1.0]), "data_range makes no sense"),
-    "transform is a list": (_provenance("transform", [1]), "transform of its provenance makes no sense"),
-    "generated is text": (_provenance("generated", "yes"), "generated of its provenance makes no sense"),
+    "transform is a list": (_provenance("transform", [1]), "transform is '[1]', expected a dict"),
+    "generated is text": (_provenance("generated", "yes"), "generated is 'yes', expected a dict"),
     # numbers
     "images are text": (_set("images", "many"), "images is many"),
     "images are negative": (_set("images", -3), "images is -3"),
@@ -638,8 +655,11 @@ FORGERIES = {
     "folds are nested": (_set("folds", [[[[[[[[[1]]]]]]]]]), "folds is nested too deeply"),
     "folds are a list": (_set("folds", [16]), "folds is [16]"),
     "data images are nothing": (_set("data_images", None), "data_images is None"),
-    "five bounds": (_set("bound_gain", [1.0] * 5), "bound_gain is no list of up to 4"),
-    "two ideal bounds": (_set("shift_bound_gain", [1.0, 2.0]), "damaged"),
+    "five bounds": (_set("bound_gain", [1.0] * 5), "bound_gain is no list of 4 to 4 numbers"),
+    "two ideal bounds": (
+        _set("shift_bound_gain", [1.0, 2.0]),
+        "shift_bound_gain is no list",
+    ),
     "bound is text": (_set("bound_gain", ["x", 1.0, 1.0, 1.0]), "bound_gain holds x"),
     "bound is beyond measure": (
         _set("bound_gain", [1e15, 1.0, 1.0, 1.0]),
@@ -668,7 +688,7 @@ FORGERIES = {
     "model without end": (_provenance("model", "x" * 10**6), "model is a text"),
     # trajectories
     "trajectories not listed": (_set("trajectories", []), "trajectories are not those it lists"),
-    "trajectories are no list": (_set("trajectories", {"0": {}}), "list of trajectories makes no sense"),
+    "trajectories are no list": (_set("trajectories", {"0": {}}), "trajectories is"),
     "trajectory is a number": (_set("trajectories", [3]), "list of trajectories makes no sense"),
     "trajectories without end": (_set("trajectories", [{}] * 2000), "list of trajectories makes no sense"),
     "trajectory without tensors": (_again, "trajectories are not those it lists"),
@@ -693,12 +713,12 @@ FORGERIES = {
     "no evaluations": (_entry("nfe", 0), "nfe is 0"),
     "guidance is text": (_entry("guidance", "much"), "guidance holds much"),
     "guidance is not finite": (_entry("guidance", 1e999), "cannot be read"),
-    "settings are a list": (_entry("settings", []), "what trajectory.0 is for makes no sense"),
+    "settings are a list": (_entry("settings", []), "settings is '[]', expected a dict"),
     "solver is a list": (_entry("solver", ["ddim"]), "solver is"),
     "bands of a trajectory": (_entry("kept_bands", [0, 99]), "kept bands makes no sense"),
     # tensors
     "tensor missing": (lambda meta, tensors: tensors.pop("d"), "it lacks d"),
-    "no time": (lambda meta, tensors: tensors.pop("t"), "'t'"),
+    "no time": (lambda meta, tensors: tensors.pop("t"), "it lacks t"),
     "tensor too many": (lambda meta, tensors: tensors.update(extra=torch.zeros(1)), "'extra' is no tensor"),
     "tensor of a strange name": (
         lambda meta, tensors: tensors.update({"\x1b[2J\n": torch.zeros(1)}),

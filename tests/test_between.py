@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-import trueup
+from measuring import calibrate, fit, measure
 from trueup.bands import Bands
-from trueup.correction import LEVEL_SPACING, Correction
+from trueup.calibration.correction import LEVEL_SPACING, Correction
 from trueup.estimate.confirm import score
-from trueup.hook import CorrectOutput
+from trueup.calibration.hook import CorrectOutput
 from trueup.process import ContinuousVP, DiscreteVP
 from trueup.statistics import mean_and_error
 
@@ -72,7 +72,7 @@ def test_one_level_does_nothing_at_the_other_end(mixture):
     biased = mixture.denoiser(
         process, distortion=lambda eps, u, lam: 0.3 * torch.exp(-((lam - at) ** 2)).to(eps)
     )
-    cal = trueup.calibrate(biased, mixture.sample(100), levels=[500], family="shift", batch_size=100)
+    cal = calibrate(biased, mixture.sample(100), levels=[500], family="shift", batch_size=100)
     assert not cal.empty
     eps, t = torch.randn(2, *mixture.shape), torch.tensor([0, 500])
     removed_here = eps - cal.correction.apply(eps, eps, process.lam(t))
@@ -85,7 +85,7 @@ def test_the_hook_follows_the_definition_at_every_time(mixture, levels):
     network = mixture.denoiser(
         PROCESS, distortion=lambda eps, u, lam: 0.3 * torch.sin(2 * lam).to(eps) + 0.2 * eps
     )
-    cal = trueup.calibrate(network, mixture.sample(100), levels=levels, batch_size=100)
+    cal = calibrate(network, mixture.sample(100), levels=levels, batch_size=100)
     assert not cal.empty
     generator = torch.Generator().manual_seed(0)
     t = PROCESS.t_min + (PROCESS.t_max - PROCESS.t_min) * torch.rand(64, generator=generator, dtype=torch.float64)
@@ -110,10 +110,10 @@ def test_a_bias_that_turns_between_levels_harms_nowhere(mixture, family, course)
         return (0.4 * shapes[course](lam.double())).to(eps).expand_as(eps)
 
     network = mixture.denoiser(PROCESS, distortion=distortion)
-    cal = trueup.calibrate(network, mixture.sample(200), levels=levels, family=family, batch_size=200)
+    cal = calibrate(network, mixture.sample(200), levels=levels, family=family, batch_size=200)
     assert not cal.empty
     between = torch.linspace(2.5, -2.5, 81, dtype=torch.float64)
-    truth = trueup.measure(
+    truth = measure(
         network, mixture.sample(400, 9), images=None, levels=PROCESS.t_of_lam(between), seed=9, batch_size=400
     )
 
@@ -137,9 +137,9 @@ def test_support_is_the_share_that_neighbours_have_in_common(mixture):
         return torch.tensor(list(size.values()))[nearest].to(eps).expand_as(eps)
 
     network = mixture.denoiser(PROCESS, distortion=distortion)
-    moments = trueup.measure(
+    moments = measure(
         network, mixture.sample(3000), images=None, levels=PROCESS.t_of_lam(lam_of), batch_size=500
     )
-    cal = trueup.fit(moments, family="shift", estimator="regressed")
+    cal = fit(moments, family="shift", estimator="regressed")
     # band 0 is the constant; 3,000 images know it to 0.01, a fortieth of it
     assert cal.correction.support[:, 0].tolist() == pytest.approx([1.0, 0.8, 0.0, 0.0, 0.0], abs=0.08)

@@ -14,6 +14,7 @@ from trueup.denoiser.binding import Place
 from trueup.errors import AttachError
 from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow
 
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching")  # to one process, as there is
 SHAPE = (2, 4, 4)
 PROCESSES = {
     "discrete": DiscreteVP.linear(),
@@ -177,6 +178,7 @@ def test_an_argument_is_found_however_it_is_passed():
         lambda net, x, t: x,
         lambda net, x, t: net(2 * x, t),
         lambda net, x, t: net(x.mul_(2), t),
+        lambda net, x, t: net(x * (1 + (t > 0.5).all()), t),
         lambda net, x, t: net(x.flip(-1), t),
         lambda net, x, t: net(x, t).flip(-1),
         lambda net, x, t: net(torch.cat([x, x]), torch.cat([t, t]))[:2],
@@ -190,6 +192,7 @@ def test_an_argument_is_found_however_it_is_passed():
         "not called",
         "scaled input",
         "scaled input in place",
+        "input scaled at some times",
         "mirrored input",
         "mirrored output",
         "guidance",

@@ -517,6 +517,7 @@ def test_a_parametrization_may_be_given_by_name_or_whole():
         ({"prediction": "epsilon"}, "unknown prediction 'epsilon'"),
         ({"shape": (3,)}, r"\(channels, \*spatial\), got \(3,\)"),
         ({"shape": (3, 0)}, r"got \(3, 0\)"),
+        ({"data_range": (1.0, -1.0)}, r"data_range is \(low, high\) with low < high"),
     ],
     ids=str,
 )

@@ -9,15 +9,16 @@ import torch
 from scipy.integrate import solve_ivp
 
 import trueup
+from by_hand import calibration_of
 from trueup import process as processes
 from trueup.analytic import GaussianMixture
 from trueup.errors import TrueupError
 from trueup.files import bundled
 from trueup.hf import as_denoiser
 from trueup.parametrization import Parametrization
-from trueup.sampling import DPMSolver
-from trueup.sampling.draw import count_evaluations, prior_std
-from trueup.sampling.grid import between, from_unit, to_unit
+from trueup.sampling import DPMSolver, solvers_for
+from trueup.sampling.draw import count_evaluations
+from trueup.sampling.grid import between
 from trueup.sampling.network import Network
 
 from tiny import tiny_unet
@@ -38,20 +39,20 @@ def network_of(process, kind="noise", data=GAUSSIAN):
     return Network(data.denoiser(process, kind, dtype=torch.float64))
 
 
-def start(process, count=16):
+def start(count=16):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(count, *GAUSSIAN.shape, generator=generator, dtype=torch.float64)
-    return x * prior_std(process)
+    return torch.randn(count, *GAUSSIAN.shape, generator=generator, dtype=torch.float64)
 
 
-def exact(process, x, end):
+def exact(process, noise, end):
     """The probability flow of Gaussian data keeps (x - alpha mean) / std of x_t as it is."""
+    x = noise * process.prior_std
     spread = [
         math.sqrt(float(process.alpha(t)) ** 2 * STD**2 + float(process.sigma(t)) ** 2)
         for t in (process.t_max, end)
     ]
     first, last = (process.alpha(t) * MEAN for t in (process.t_max, end))
-    return last + (x - first) * spread[1] / spread[0]
+    return process.to_data(last + (x - first) * spread[1] / spread[0], end)
 
 
 def solve(solver, network, x, nfe):
@@ -59,7 +60,7 @@ def solve(solver, network, x, nfe):
 
 
 def error(solver, process, kind, nfe):
-    x = start(process)
+    x = start()
     y = solve(solver, network_of(process, kind), x, nfe)
     return float((y - exact(process, x, solver.end_time(process, nfe))).abs().max())
 
@@ -89,7 +90,7 @@ def test_a_mixture_ends_where_scipys_integrator_does():
     process = processes.ContinuousVP()
     network = network_of(process, "velocity", mixture)
     solver = DPMSolver(3, end=1e-3)
-    x = start(process, 4)
+    x = start(4)
 
     def flow(t, flat):  # dx/dt = f x + g^2 eps / (2 sigma)
         state = torch.tensor(flat).reshape(x.shape)
@@ -100,16 +101,16 @@ def test_a_mixture_ends_where_scipys_integrator_does():
 
     oracle = solve_ivp(flow, (process.t_max, 1e-3), x.numpy().ravel(), rtol=1e-9, atol=1e-10).y[:, -1]
     found = solve(solver, network, x, 600)
-    assert np.abs(found.numpy().ravel() - oracle).max() < 1e-4
+    assert np.abs(found.numpy().ravel() - oracle).max() < 1e-4 * np.abs(oracle).max()
 
 
 @pytest.mark.parametrize("kind", ["data", "velocity", "score"])
 def test_what_the_network_predicts_does_not_matter(kind):
     process = processes.ContinuousVP()
-    x = start(process)
+    x = start()
     solver = DPMSolver(3, end=1e-3)  # within the times the network knows
     other = solve(solver, network_of(process, kind), x, 20)
-    assert torch.allclose(other, solve(solver, network_of(process), x, 20), atol=1e-9)
+    assert torch.allclose(other, solve(solver, network_of(process), x, 20), rtol=1e-9, atol=1e-9)
 
 
 def test_the_published_allocations():
@@ -120,7 +121,7 @@ def test_the_published_allocations():
     assert fast.orders(17) == [3, 3, 3, 3, 3, 2]
     assert DPMSolver(2).orders(9) == [2, 2, 2, 2, 1]
     assert DPMSolver(3, allocation="fixed").orders(10) == [3, 3, 3]  # the tables' dagger
-    assert DPMSolver(3, allocation="fixed").evaluations(10) == 9
+    assert DPMSolver(3, allocation="fixed").evaluations(10, GAUSSIAN.denoiser(processes.ContinuousVP())) == 9
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
@@ -129,7 +130,7 @@ def test_the_published_allocations():
 def test_exactly_as_many_evaluations_as_asked_for(order, nfe, grid):
     network = network_of(processes.DiscreteVP.linear())
     told = []
-    DPMSolver(order, grid=grid).solve(network, start(network.process), nfe, told.append)
+    DPMSolver(order, grid=grid).solve(network, start(), nfe, told.append)
     assert network.evaluations == sum(told) == nfe
 
 
@@ -155,7 +156,7 @@ def test_the_three_grids():
 def test_unit_time_can_be_undone(name):
     process, _ = PROCESSES[name]
     t = torch.linspace(process.t_min, process.t_max, 9, dtype=torch.float64)
-    assert torch.allclose(from_unit(process, to_unit(process, t)), t, atol=1e-12)
+    assert torch.allclose(process.from_unit(process.to_unit(t)), t, rtol=1e-12, atol=1e-12)
 
 
 def test_midpoints_are_asked_at_fractional_timesteps():
@@ -204,7 +205,7 @@ def rounding():
 
 def test_whole_times_are_noticed_through_a_calibration_too():
     denoiser, asked = rounding()
-    cal = trueup.calibrate(denoiser, GAUSSIAN.sample(64), levels=[100, 500, 900])
+    cal = calibration_of(denoiser, GAUSSIAN.sample(64), shift=0.1)
     fresh, asked = rounding()
     trueup.sample(fresh, 1, nfe=6, calibration=cal)
     assert all(not t.is_floating_point() for t in asked[3:])
@@ -221,6 +222,9 @@ def test_whole_times_cost_no_more_evaluations_than_are_stated():
 def test_adaptive_steps_are_refused_where_times_are_whole():
     denoiser, _ = rounding()
     with pytest.raises(TrueupError, match="whole ones only"):
+        trueup.sample(denoiser, 1, solver=DPMSolver(3, allocation="adaptive"))
+    assert not any(name.endswith("adaptive") for name in solvers_for(denoiser))
+    with pytest.raises(TrueupError, match=r"does not work with this network .*: use dpm-solver-1"):
         trueup.sample(denoiser, 1, solver="dpm-solver-3-adaptive")
 
 
@@ -247,7 +251,7 @@ def test_order_one_is_diffusers_ddim_on_the_same_grid():
         ours = solve(DPMSolver(1, grid="uniform", end=0.1), Network(denoiser), x, 9)
         for t in scheduler.timesteps[:-1]:
             x = scheduler.step(denoiser.network(x, t).sample, t, x).prev_sample
-    assert float((ours - x).abs().max()) < 1e-5
+    assert float((ours - x).abs().max()) < 1e-5 * float(x.abs().max())
 
 
 def test_order_two_is_diffusers_singlestep_solver_on_the_same_levels():
@@ -267,12 +271,13 @@ def test_order_two_is_diffusers_singlestep_solver_on_the_same_levels():
     )
     scheduler.set_timesteps(timesteps=times)
     x = trueup.noise.normal(0, torch.arange(3), -1, (1, 8, 8), torch.device("cpu"))
-    ours = Network(denoiser, whole_times=True)
+    denoiser.takes_whole_times_only = lambda y=None: True
     with torch.inference_mode():
-        found = solve(solver, ours, x, 12)
+        found = solve(solver, Network(denoiser), x, 12)
         for t in scheduler.timesteps:
             x = scheduler.step(net(x, t).sample, t, x).prev_sample
-    assert float((found - x).abs().max()) < 1e-4  # sigmas are float32 there
+    # Sigmas are float32 there, and an untrained network makes values of some hundreds.
+    assert float((found - x).abs().max()) < 1e-5 * float(x.abs().max())
 
 
 @pytest.mark.parametrize("order", [2, 3])
@@ -281,7 +286,7 @@ def test_the_adaptive_solver_meets_its_tolerance_and_tightens_with_it(order):
     errors = []
     for tolerance in (5e-2, 1e-3):
         solver = DPMSolver(order, allocation="adaptive", atol=tolerance / 5, rtol=tolerance, end=1e-3)
-        x = start(process)
+        x = start()
         y = solve(solver, network_of(process, kind), x, None)
         errors.append(float((y - exact(process, x, solver.end_time(process, None))).abs().max()))
     assert errors[0] < 0.05
@@ -290,12 +295,12 @@ def test_the_adaptive_solver_meets_its_tolerance_and_tightens_with_it(order):
 
 def test_an_image_takes_its_own_adaptive_steps():
     process = processes.ContinuousVP()
-    x = start(process, 8)
+    x = start(8)
     x[3] *= 4  # an image that needs other steps than its neighbours
     solver = DPMSolver(3, allocation="adaptive")
     together = solve(solver, network_of(process), x, None)
     alone = torch.cat([solve(solver, network_of(process), x[i : i + 1], None) for i in range(8)])
-    assert torch.allclose(together, alone, atol=1e-9)
+    assert torch.allclose(together, alone, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(

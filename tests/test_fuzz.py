@@ -148,7 +148,7 @@ def same(one: Calibration, other: Calibration) -> bool:
     """Whether two calibrations do the same; levels to the accuracy that is asked of them."""
     settings = ("process", "parametrization", "binding")
     first, second = (
-        [getattr(c.correction, n) for n in ("b", "a", "d")]
+        [getattr(c.correction, n) for n in ("b", "a", "d", "support")]
         + [v for m in c.trajectories for v in (m.shift, m.gain)]
         for c in (one, other)
     )
@@ -212,6 +212,7 @@ def test_the_file_around_it_is_read_the_same_way(good, tmp_path, monkeypatch):
     """A tenth as many through whole files, with values that no writer of ours would let pass."""
     monkeypatch.setattr(files, "_check_values", lambda *_: None)
     monkeypatch.setattr(files, "_escaped", lambda value: value)
+    monkeypatch.setattr(files.os, "fsync", lambda _: None)  # no power cut is tried here
     dice, path = random.Random(2), tmp_path / "signed.trueup.safetensors"
     written, refused = [], 0
     for _ in range(1000):

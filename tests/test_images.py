@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trueup.denoiser import Denoiser
 from trueup.errors import Argument, DataError
+from trueup.estimate import measure
 from trueup.images import Images, Samples, open_images, sources
 from trueup.process import ContinuousVP
 
@@ -95,6 +96,14 @@ class Stream(IterableDataset):
 
     def __len__(self):
         return len(self.rows)
+
+
+SOURCES = {
+    "indexed": Rows,
+    "stream": Stream,
+    "generator": iter,
+    "loader": lambda rows: DataLoader(Rows(rows), batch_size=4),
+}
 
 
 # Folders
@@ -488,7 +497,7 @@ def test_floats_outside_the_range_are_refused():
         read(torch.full((1, 3, 6, 5), -1.01), model_range=(-1.0, 1.0))
 
 
-@pytest.mark.parametrize("data_range", [(1, 0), (1, 1), (0, float("nan")), (0, float("inf")), (0,)])
+@pytest.mark.parametrize("data_range", [(1, 0), (1, 1), (0, float("nan")), (0, float("inf")), (0,), 1])
 def test_ranges_that_make_no_sense_are_refused(data_range):
     with pytest.raises(DataError, match=r"data_range is \(low, high\) with low < high"):
         Images([], data_range=data_range)
@@ -628,6 +637,17 @@ def test_stream_begins_anew_and_is_checked_against_what_was_skipped():
         indices(Samples(Stream(rows[::-1]), (3, 6, 5), PIXELS), skip=done)
 
 
+@pytest.mark.parametrize("kind", SOURCES)
+def test_more_images_for_the_mean_are_others_than_those_that_were_measured(kind):
+    denoiser = Denoiser(lambda x_t, t: x_t * t[:, None, None, None], ContinuousVP(), "noise", (1, 2, 2))
+    x0 = list(torch.linspace(-1, 1, 80).reshape(20, 1, 2, 2))
+    data = Images(SOURCES[kind](x0), count=6, data_range=(-1, 1))
+    moments = measure(denoiser, data, mean_images=8, levels=[0.5], trust=True, progress=False)
+    assert moments.images == 6
+    assert moments.data_images == 14
+    assert len({*moments.indices.tolist()}) == 14
+
+
 def test_rows_that_hold_no_image_are_refused():
     with pytest.raises(DataError, match=r"rows have \['caption', 'id'\]; expected a column named 'image'"):
         read([{"id": 1, "caption": "a cat"}])
@@ -745,14 +765,6 @@ def test_flip_is_left_to_right():
 # Batches and fingerprints
 
 
-SOURCES = {
-    "indexed": Rows,
-    "stream": Stream,
-    "generator": iter,
-    "loader": lambda rows: DataLoader(Rows(rows), batch_size=4),
-}
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     count=st.integers(0, 12),
@@ -810,6 +822,7 @@ def test_count_takes_a_random_subset_not_the_first():
 
 
 def test_the_same_seed_takes_the_same_images_and_another_seed_others():
+    assert used(np.int64(40)) == used(40)
     assert used(40) == used(40) == used(40, size=7)
     assert used(40) != used(40, seed=1)
     assert len({*used(40)} & {*used(40, seed=1)}) < 20  # 4 are expected

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-import trueup
+from measuring import fit, measure
 from trueup.estimate.confirm import score
 from trueup.estimate.moments import SUMS
 from trueup.files import bundled
@@ -31,7 +31,7 @@ def measured(mixture):
     """Moments of networks from ideal to bad, on the same images."""
     x0 = mixture.sample(60, 4)
     return {
-        size: trueup.measure(network(mixture, size), x0, levels=LEVELS, batch_size=60)
+        size: measure(network(mixture, size), x0, levels=LEVELS, batch_size=60)
         for size in (0.0, 0.1, 0.3, 1.0)
     }
 
@@ -40,7 +40,7 @@ def measured(mixture):
 def trained():
     """Moments of a real network."""
     images = np.load(bundled("bundled:images"))[:24]
-    return trueup.measure("bundled:raw", images, levels=[10, 60, 200, 500, 900], progress=False)
+    return measure("bundled:raw", images, levels=[10, 60, 200, 500, 900])
 
 
 def perturbed(moments, size, seed):
@@ -70,9 +70,9 @@ def difference(moments, one, other):
 @pytest.mark.parametrize("family", ["shift", "spectral"])
 def test_rounding_in_the_sums_is_rounding_in_the_fit(measured, trained, family):
     for moments in (*measured.values(), trained):
-        cal = trueup.fit(moments, family=family)
+        cal = fit(moments, family=family)
         for seed in range(3):
-            other = trueup.fit(perturbed(moments, 1e-9, seed), family=family)
+            other = fit(perturbed(moments, 1e-9, seed), family=family)
             # Sums are about zero: where a mean is ten times its scatter, the scatter is known to 100 x 1e-9.
             assert difference(moments, cal, other) < 5e-7
 
@@ -90,7 +90,7 @@ def test_nothing_jumps_on_the_way_from_one_network_to_another(measured, family, 
     ends = measured[start], measured[end]
 
     def at(share):
-        return trueup.fit(between(*ends, share), family=family)
+        return fit(between(*ends, share), family=family)
 
     shares = torch.linspace(0, 1, 33, dtype=torch.float64).tolist()
     fits = [at(share) for share in shares]

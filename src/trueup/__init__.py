@@ -46,15 +46,7 @@ _ROOMS = (
 __all__ = ["__version__", *_HOME, "process"]
 
 if TYPE_CHECKING:
-    from trueup import calibration as calibration
-    from trueup import density as density
-    from trueup import estimate as estimate
-    from trueup import hf as hf
-    from trueup import images as images
-    from trueup import metrics as metrics
     from trueup import process as process
-    from trueup import sampling as sampling
-    from trueup import trajectory as trajectory
     from trueup.calibration import attach as attach
     from trueup.calibration import load as load
     from trueup.denoiser import Denoiser as Denoiser

@@ -71,7 +71,7 @@ def evaluate(
     from them, or its file. solvers and nfe: every one of the first at every one of the second. features: a
     name (see `trueup.metrics.load_features`), or what maps images to (B, d). Latents are compared as the
     pictures that the Denoiser's autoencoder makes of them. trajectory: as in `sample`. loss: whether the
-    denoising loss is measured, too, on images that the calibration was not made from; a Reference has none.
+    denoising loss is measured, too, on images that the calibration was not made from; a file has none.
     run: a directory that keeps the features of what was sampled, to go on from after an interruption; force
     replaces what was sampled there with other settings.
     """
@@ -89,7 +89,7 @@ def evaluate(
     kept_on = [None if made is None or made.empty else made for made in kept_on]
     made_each = [count_evaluations(solver, number, denoiser, classes) for solver, number in chosen]
     extract = _features(features).to(denoiser.device)
-    reference, images = _open_reference(data, denoiser, extract, progress)
+    reference = _open_reference(data, denoiser, extract, progress)
     notes = [note for note in (_MADE_OF.get(reference.made_of),) if note is not None]
     conditions = {
         "set of labels": None if classes is None else classes.tolist(),
@@ -111,8 +111,8 @@ def evaluate(
         if made is not None:
             spent[f"samples by {_name(solver, number)}"] = 2 * samples * made
     found = None
-    if loss and images is not None:
-        found = _loss(denoiser, calibration, images, seed, notes, progress)
+    if loss and reference.images is not None:
+        found = _loss(denoiser, calibration, reference.images, seed, notes, progress)
         spent |= {} if found is None else {"the denoising loss": found.evaluations}
     return Comparison(
         rows=rows,
@@ -158,8 +158,9 @@ def build_reference(
     """What a model's samples are compared with: the data's pictures, or what is decoded from its latents."""
     latent = denoiser.data_range is None
     autoencoder = denoiser.autoencoder if latent else None
+    images = as_images(data, REFERENCE_IMAGES)
     samples = Samples(
-        as_images(data, REFERENCE_IMAGES),
+        images,
         denoiser.shape,
         denoiser.data_range,
         autoencoder=autoencoder,
@@ -183,20 +184,17 @@ def build_reference(
                 bar.update(len(batch))
 
     reference = Reference.build(features, batches())
-    return replace(reference, fingerprint=f"{digest:016x}", made_of=of)
+    return replace(reference, fingerprint=f"{digest:016x}", made_of=of, images=images)
 
 
-def _open_reference(
-    data: Any, denoiser: Denoiser, features: Features, progress: bool | None
-) -> tuple[Reference, Images | None]:
-    """The reference, and the images if it was made from some just now."""
+def _open_reference(data: Any, denoiser: Denoiser, features: Features, progress: bool | None) -> Reference:
+    """The reference, or the one that is made from images."""
     if isinstance(data, (str, PathLike)) and Path(data).suffix == ".safetensors":
         data = Reference.load(data)
-    if isinstance(data, Reference):
-        data.check(features)
-        return data, None
-    images = as_images(data, REFERENCE_IMAGES)
-    return build_reference(images, denoiser, features, progress=progress), images
+    if not isinstance(data, Reference):
+        data = build_reference(data, denoiser, features, progress=progress)
+    data.check(features)
+    return data
 
 
 def _features(features: str | Features | Callable[[Tensor], Any]) -> Features:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
@@ -38,7 +37,7 @@ class Number:
     @classmethod
     def of(cls, value: Any, error: Any, folds: Any) -> Number:
         """With Student's interval, from an error that `folds` folds (or images) showed."""
-        reach = _each(lambda count: student_quantile(0.975, max(count - 1, 1)), folds) * error
+        reach = _quantile(folds) * error
         return cls(value, error, value - reach, value + reach)
 
     @classmethod
@@ -152,12 +151,17 @@ def student_cdf(t: float, dof: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def student_quantile(probability: float, dof: int) -> float:
+def student_quantile(probability: float, dof: float) -> float:
     """The t below which `probability` lies; for many degrees of freedom by its expansion in 1/dof.
+
+    Between whole degrees of freedom it is interpolated.
 
     >>> round(student_quantile(0.975, 15), 4), round(student_quantile(0.975, 50_000), 4)
     (2.1314, 1.96)
     """
+    if dof % 1 and dof < _EXACT:
+        below, above = (student_quantile(probability, max(math.floor(dof) + i, 1)) for i in (0, 1))
+        return below + (dof % 1) * (above - below)
     if dof > _EXACT:  # Abramowitz and Stegun 26.7.5, to 1e-9 of a t below 6
         z = NormalDist().inv_cdf(probability)
         terms = (
@@ -167,15 +171,20 @@ def student_quantile(probability: float, dof: int) -> float:
             (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
         )
         return z + sum(term / dof ** (k + 1) for k, term in enumerate(terms))
-    low, high = -1.0, 1.0
-    while student_cdf(high, dof) < probability:
+    low, high, whole = -1.0, 1.0, int(dof)
+    while student_cdf(high, whole) < probability:
         high *= 2
-    while student_cdf(low, dof) > probability:
+    while student_cdf(low, whole) > probability:
         low *= 2
     for _ in range(80):
         middle = 0.5 * (low + high)
-        low, high = (middle, high) if student_cdf(middle, dof) < probability else (low, middle)
+        low, high = (middle, high) if student_cdf(middle, whole) < probability else (low, middle)
     return 0.5 * (low + high)
+
+
+def effective_folds(rows: Tensor) -> Tensor:
+    """How many folds of equal size folds of rows (F, ...) are worth, (...)."""
+    return rows.sum(0).square() / rows.square().sum(0).clamp_min(1e-300)
 
 
 def threshold(sigmas: float, folds: int) -> float:
@@ -213,7 +222,7 @@ def squared_norm(gram: Tensor, rows: Tensor) -> Number:
     value = (gram * off).sum((-2, -1)) / (pairs * off).sum((-2, -1))
     h = gram / pairs * off
     row = h.sum(-1)
-    z = _each(lambda count: student_quantile(0.975, max(count - 1, 1)), folds)
+    z = _quantile(folds)
     known, folds = folds >= 4, folds.clamp_min(4)
     wide = folds[..., None, None]
     centred = h - (row[..., :, None] + row[..., None, :]) / (wide - 2)
@@ -232,12 +241,12 @@ def squared_norm(gram: Tensor, rows: Tensor) -> Number:
     return Number(*(torch.where(known, part, math.nan) for part in parts))
 
 
-def _each(function: Callable[[int], float], counts: Any) -> Any:
-    """A function of a whole number, of one or of each of a tensor of them."""
-    if not isinstance(counts, Tensor):
-        return function(int(counts))
-    values = [function(int(count)) for count in counts.flatten().tolist()]
-    return torch.tensor(values, dtype=torch.float64).reshape(counts.shape)
+def _quantile(folds: Any) -> Any:
+    """Student's for a 95% interval from so many folds, or from each of a tensor of numbers of them."""
+    if not isinstance(folds, Tensor):
+        return student_quantile(0.975, max(folds - 1, 1))
+    values = [student_quantile(0.975, max(count - 1, 1)) for count in folds.double().flatten().tolist()]
+    return torch.tensor(values, dtype=torch.float64).reshape(folds.shape)
 
 
 def trapezoid_weights(x: Tensor) -> Tensor:

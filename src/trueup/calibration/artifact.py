@@ -22,6 +22,7 @@ from trueup.calibration.stored import (
     nonzero_bands,
     numbers,
     pack,
+    part,
     unpack,
     whole,
     word,
@@ -52,7 +53,7 @@ def pack_calibration(calibration: Any) -> tuple[dict[str, Any], dict[str, Tensor
         "b": correction.b[..., bands.coefficients(kept)].float(),
         "a": correction.a.float(),
         "d": correction.d.float(),
-        "support": correction.support.float(),
+        "support": _support(correction).float(),
         "scale": evidence.scale.float(),
         "shift_se": evidence.shift_se,
         "data_mean": calibration.data_mean.float(),
@@ -99,28 +100,37 @@ def identity_of(correction: Correction, provenance: dict[str, Any]) -> str:
     """A short hash of what a calibration does, the same for one and for what was loaded from its file."""
     names = ("process", "parametrization", "binding")
     settings = [*(provenance.get(name) for name in names), correction.bands.edges, correction.bands.spatial]
-    return digest_of(settings, (correction.lam, correction.b, correction.a, correction.d, correction.support))
+    parts = (correction.lam, correction.b, correction.a, correction.d, _support(correction))
+    return digest_of(settings, parts)
+
+
+def _support(correction: Correction) -> Tensor:
+    """How far neighbouring levels agree, (L - 1, bands)."""
+    if correction.support is not None:
+        return correction.support
+    return torch.ones(len(correction.lam) - 1, correction.bands.count, dtype=torch.float64)
 
 
 def _fields(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    shape, (t, provenance) = tuple(meta["shape"]), (tensors["t"], meta["provenance"])
+    shape, provenance = tuple(part(meta, "shape", list)), part(meta, "provenance", dict)
+    t, data_mean, digests = (part(tensors, name, Tensor) for name in ("t", "data_mean", "data_digests"))
     if not 2 <= len(shape) <= 6 or not all(type(n) is int and 0 < n < 2**20 for n in shape):
         raise ArtifactError("its sample shape makes no sense")
     levels, channels, size = t.numel(), shape[0], math.prod(shape[1:])
     # Before anything is built: a map that is in the file, times levels that are, bounds what we allocate.
-    check_tensors({"data_mean": tensors["data_mean"]}, {"data_mean": _map(channels, size)})
+    check_tensors({"data_mean": data_mean}, {"data_mean": _map(channels, size)})
     if not 1 <= levels <= 10_000 or levels * channels * size * 8 > LARGEST:
         raise ArtifactError(f"{levels} levels of samples of shape {shape} make no sense")
-    bands = Bands(shape[1:], numbers(meta, "band_edges", 0.0, 1e9, most=1000))
+    bands = Bands(shape[1:], numbers(meta.get("band_edges"), "band_edges", 0.0, 1e9, most=1000))
     coefficients = bands.coefficients(kept_bands(meta, bands))
     by_trajectory = {name: tensor for name, tensor in tensors.items() if name.startswith("trajectory.")}
     check_tensors(
         {name: tensor for name, tensor in tensors.items() if name not in by_trajectory},
-        _bounds(levels, channels, size, bands.count, len(coefficients), tensors["data_digests"].numel()),
+        _bounds(levels, channels, size, bands.count, len(coefficients), digests.numel()),
     )
     check_intervals({name: [tensors[f"{name}.{part}"] for part in ("low", "high")] for name in _BY_LEVEL})
     _check_provenance(provenance)
-    process, lam = from_settings(provenance["process"]), tensors["lam"]
+    process, lam = from_settings(part(provenance, "process", dict)), tensors["lam"]
     if process.integer_times and not process.t_max - process.t_min <= 1e5:
         raise ArtifactError(f"its noise process has {process.t_max:g} timesteps")
     if levels > 1 and not ((t.diff() > 0).all() and (lam.diff() < 0).all()):
@@ -129,9 +139,9 @@ def _fields(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
         raise ArtifactError("its noise levels do not belong to its noise process")
     b = torch.zeros(levels, channels, size, dtype=torch.float64)
     b[..., coefficients] = tensors["b"].double()
-    mean = tensors["data_mean"].double()
-    entries = meta["trajectories"]
-    if not isinstance(entries, list) or len(entries) > 1000 or not all(isinstance(e, dict) for e in entries):
+    mean = data_mean.double()
+    entries = part(meta, "trajectories", list)
+    if len(entries) > 1000 or not all(isinstance(entry, dict) for entry in entries):
         raise ArtifactError("its list of trajectories makes no sense")
     if {name.split(".")[1] for name in by_trajectory} != {str(i) for i in range(len(entries))}:
         raise ArtifactError("its trajectories are not those it lists")
@@ -140,8 +150,8 @@ def _fields(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     )
     if any(find(trajectories[:i], made.sampler) for i, made in enumerate(trajectories)):
         raise ArtifactError("two of its trajectories are for one sampler")
-    parts = (tensors[name].double() for name in ("a", "d"))
-    correction = Correction(lam, b, *parts, bands, tensors["support"].double())
+    a, d, support = (tensors[name].double() for name in ("a", "d", "support"))
+    correction = Correction(lam, b, a, d, bands, support)
     if identity_of(correction, provenance) != meta.get("identity"):
         raise ArtifactError("its correction is not the one that was saved")
     return {
@@ -163,7 +173,7 @@ def _fields(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
         "data_variance": tensors["data_variance"].double(),
         "data_variance_se": tensors["data_variance_se"].double(),
         "data_images": whole(meta, "data_images", 1, 2**40),
-        "data_digests": tensors["data_digests"],
+        "data_digests": digests,
         "provenance": provenance,
         "trajectories": trajectories,
     }
@@ -207,36 +217,38 @@ def _bounds(
 
 def _check_provenance(provenance: dict[str, Any]) -> None:
     """Raise for what attaching, inspecting or measuring again could not use."""
-    Parametrization(**provenance["parametrization"])
-    maps = {name: provenance.get(name) or {} for name in ("weights", "generated", "transform")}
-    for name, found in maps.items():
-        if not isinstance(found, dict):
-            raise ArtifactError(f"{name} of its provenance makes no sense")
-    if not all(
-        isinstance(found, str) and re.fullmatch("[0-9a-f]+", found) for found in maps["weights"].values()
-    ):
-        raise ArtifactError("its fingerprint of the weights makes no sense")
-    if not isinstance(provenance.get("model", ""), str):
+    Parametrization(**part(provenance, "parametrization", dict))
+    given = {name: value for name, value in provenance.items() if value is not None}
+    for name in {"generated", "transform", "weights"} & given.keys():
+        part(given, name, dict)
+    for name, found in given.get("weights", {}).items():
+        if not isinstance(found, str) or not re.fullmatch("[0-9a-f]{1,64}", found):
+            raise ArtifactError(f"the fingerprint {name[:40]} of its weights makes no sense")
+    if not isinstance(given.get("model", ""), str):
         raise ArtifactError("the model's name makes no sense")
-    if provenance.get("data_range") is not None:
-        low, high = numbers(provenance, "data_range", -1e9, 1e9, most=2)
+    if "data_range" in given:
+        low, high = numbers(given["data_range"], "data_range", -1e9, 1e9, least=2, most=2)
         if not low < high:
             raise ArtifactError("data_range makes no sense")
-    if provenance.get("binding") is not None:
-        binding = provenance["binding"]
-        numbers({"scale": [binding["scale"]]}, "scale", -1e9, 1e9)
-        numbers({"offset": [binding["offset"]]}, "offset", -1e9, 1e9)
-        for name in ("x", "t", "y"):
-            place = binding[name]
-            if place is None and name == "y":
-                continue
-            position, called = place["position"], place["name"]
-            by_position = type(position) is int and 0 <= position < 1000
-            by_name = isinstance(called, str) and called.isidentifier()
-            if not (by_position or (by_name and position is None)) or not (by_name or called is None):
-                raise ArtifactError(f"the place of {name} in the network's call makes no sense")
-        if not Binding.from_settings(binding).scale:
-            raise ArtifactError("the scale of the network's time is 0")
+    if "binding" in given:
+        _check_binding(part(given, "binding", dict))
+
+
+def _check_binding(binding: dict[str, Any]) -> None:
+    for name in ("scale", "offset"):
+        numbers([binding.get(name)], name, -1e9, 1e9)
+    if not binding["scale"]:
+        raise ArtifactError("the scale of the network's time is 0")
+    for name in ("x", "t", *(["y"] if binding.get("y") is not None else [])):
+        place = part(binding, name, dict)
+        position, called = place.get("position"), place.get("name")
+        if position is called is None:
+            raise ArtifactError(f"the place of {name} in the network's call is missing")
+        if position is not None:
+            whole(place, "position", 0, 1000)
+        if called is not None and not (isinstance(called, str) and called.isidentifier()):
+            raise ArtifactError(f"the place of {name} in the network's call makes no sense")
+    Binding.from_settings(binding)
 
 
 def _json_float(value: float) -> float | None:
@@ -244,8 +256,8 @@ def _json_float(value: float) -> float | None:
 
 
 def _total(meta: dict[str, Any], name: str) -> Number:
-    known = [math.nan if v is None else v for v in meta[name]]
-    value, error, low, high = numbers({name: known}, name, -1e12, 1e12, most=4, unknown=True)
+    values = meta.get(name)
+    value, error, low, high = numbers(values, name, -1e12, 1e12, least=4, most=4, unknown=True)
     if error < 0 or low > high:
         raise ArtifactError(f"{name} has an impossible error")
     return Number(value, error, low, high)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trueup.bands import along_last_axes, dct_matrix
 from trueup.calibration.calibration import Calibration
-from trueup.calibration.correction import interpolation_weights
+from trueup.calibration.correction import interpolation_weights, refinement
 from trueup.denoiser import Binding, prediction
 from trueup.errors import AttachError, MismatchError
 
@@ -28,10 +28,10 @@ class _Tables(NamedTuple):
 
     boundaries: Tensor  # between neighbouring nodes
     whole_boundaries: Tensor  # the same for whole times
-    weights: Tensor  # (N, L) of the constant part
-    constant: Tensor  # (L, C * box) in the DCT, or (L, C * pixels) where nothing else is corrected
-    gain_weights: Tensor  # (N, 3 L)
-    gains: Tensor  # (3 L, C * 2 * bands), on output and input
+    weights: Tensor  # (N, R) of the constant part
+    constant: Tensor  # (R, C * box) in the DCT, or (R, C * pixels) where nothing else is corrected
+    gain_weights: Tensor  # (N, 3 R)
+    gains: Tensor  # (3 R, C * 2 * bands), on output and input
     bands: Tensor  # (box,) each coefficient's band
     forward: list[Tensor]  # the DCT's matrices
     backward: list[Tensor]
@@ -54,38 +54,11 @@ class CorrectOutput:
         self.empty = calibration.empty
         if self.empty:
             return
-        correction = calibration.correction.refined()
-        nodes = _nodes(calibration, correction.lam)
-        self.boundaries = 0.5 * (nodes[1:] + nodes[:-1])
+        self.calibration, self.nodes = calibration, _nodes(calibration)
+        self.boundaries = 0.5 * (self.nodes[1:] + self.nodes[:-1])
         self.boundary_list: list[float] = self.boundaries.tolist()
-        process, parametrization = calibration.process, calibration.parametrization
-        alpha, sigma = process.alpha(nodes), process.sigma(nodes)
-        weights = interpolation_weights(correction.lam, process.lam(nodes))  # (N, L)
-        k_output = parametrization.deps_doutput(alpha, sigma)  # eps_hat = k_output output + k_input x_t
-        p, q = parametrization.coefficients(alpha, sigma)
-        k_input = -p / (alpha * q - sigma * p)
+        correction = calibration.correction
         self.constant_only = not (correction.a.any() or correction.d.any())
-        self.weights = weights / k_output[:, None]
-        if self.constant_only:
-            self.constant = correction.shift_map().flatten(1)  # (L, C * pixels)
-        else:
-            bands, a, d = correction.bands, correction.a, correction.d
-            used = (correction.b != 0) | (bands.spread(a) != 0) | (bands.spread(d) != 0)
-            box = _box(used, self.spatial)
-            self.constant = _crop(correction.b, self.spatial, box).flatten(1)
-            self.band_of = _crop(bands.index.flatten(), self.spatial, box).flatten()
-            zero = torch.zeros_like(a)
-            # On the output; on x_t through the output's conversion; on x_t itself.
-            parts = [
-                (weights, (a, zero)),
-                (weights * (k_input / k_output)[:, None], (zero, a)),
-                (weights / (k_output * sigma)[:, None], (zero, d)),
-            ]
-            self.gain_weights = torch.cat([w for w, _ in parts], 1)
-            self.gains = torch.cat(
-                [torch.stack(pair, 2).flatten(1) for _, pair in parts]
-            )  # (3 L, C * 2 * bands)
-            self.matrices = [dct_matrix(n)[:k] for n, k in zip(self.spatial, box, strict=True)]
         self._ready: dict[tuple[torch.device, torch.dtype], _Tables] = {}
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], raw: Any) -> Any:
@@ -109,7 +82,7 @@ class CorrectOutput:
         return _like(raw, torch.cat([self.correct(mean, x_t, t), rest], 1))
 
     def correct(self, output: Tensor, x_t: Tensor, t: Any, y: Any = None) -> Tensor:
-        """The corrected output at times of the process, in its own dtype; computed in float32 or finer."""
+        """The corrected output at times of the process, in its own dtype; not in autocast's."""
         if self.empty:
             return output
         kind = output.device.type
@@ -158,27 +131,54 @@ class CorrectOutput:
             self._tables(device, _wide(dtype))
 
     def _tables(self, device: torch.device, dtype: torch.dtype) -> _Tables:
-        """Everything the correction needs, copied to a device once."""
+        """Everything the correction needs, made once for a device."""
         key = (device, dtype)
         ready = self._ready.get(key)
         if ready is None:
             with torch.inference_mode(False):  # they may be part of a backward pass later
-                none = torch.zeros(0)
-                matrices = [] if self.constant_only else [m.to(device, dtype) for m in self.matrices]
-                ready = _Tables(
-                    self.boundaries.to(device, dtype),
-                    self.boundaries.floor().to(device, torch.int64),  # for whole t the same comparison
-                    self.weights.to(device, dtype),
-                    self.constant.to(device, dtype),
-                    none if self.constant_only else self.gain_weights.to(device, dtype),
-                    none if self.constant_only else self.gains.to(device, dtype),
-                    none if self.constant_only else self.band_of.to(device, torch.int32),
-                    [m.contiguous() for m in matrices],
-                    [m.T.contiguous() for m in matrices],
-                    _fused_kernel(device) if len(matrices) == 2 else None,
-                )
-            self._ready[key] = ready
+                ready = self._ready[key] = self._made(device, dtype)
         return ready
+
+    def _made(self, device: torch.device, dtype: torch.dtype) -> _Tables:
+        process, parametrization = self.calibration.process, self.calibration.parametrization
+        correction = self.calibration.correction.refined()
+        alpha, sigma = process.alpha(self.nodes), process.sigma(self.nodes)
+        weights = interpolation_weights(correction.lam, process.lam(self.nodes))  # (N, R)
+        k_output = parametrization.deps_doutput(alpha, sigma)  # eps_hat = k_output output + k_input x_t
+        p, q = parametrization.coefficients(alpha, sigma)
+        k_input = -p / (alpha * q - sigma * p)
+        band_of = torch.zeros(0)
+        gain_weights, gains, matrices = band_of, band_of, []
+        if self.constant_only:
+            constant = correction.shift_map().flatten(1)  # (R, C * pixels)
+        else:
+            bands, a, d = correction.bands, correction.a, correction.d
+            used = (correction.b != 0) | (bands.spread(a) != 0) | (bands.spread(d) != 0)
+            box = _box(used, self.spatial)
+            constant = _crop(correction.b, self.spatial, box).flatten(1)
+            band_of = _crop(bands.index.flatten(), self.spatial, box).flatten()
+            zero = torch.zeros_like(a)
+            # On the output; on x_t through the output's conversion; on x_t itself.
+            parts = [
+                (weights, (a, zero)),
+                (weights * (k_input / k_output)[:, None], (zero, a)),
+                (weights / (k_output * sigma)[:, None], (zero, d)),
+            ]
+            gain_weights = torch.cat([w for w, _ in parts], 1)
+            gains = torch.cat([torch.stack(pair, 2).flatten(1) for _, pair in parts])  # (3 R, C * 2 * bands)
+            matrices = [dct_matrix(n)[:k].to(device, dtype) for n, k in zip(self.spatial, box, strict=True)]
+        return _Tables(
+            self.boundaries.to(device, dtype),
+            self.boundaries.floor().to(device, torch.int64),  # for whole t the same comparison
+            (weights / k_output[:, None]).to(device, dtype),
+            constant.to(device, dtype),
+            gain_weights.to(device, dtype),
+            gains.to(device, dtype),
+            band_of.to(device, torch.int32),
+            [m.contiguous() for m in matrices],
+            [m.T.contiguous() for m in matrices],
+            _fused_kernel(device) if len(matrices) == 2 else None,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ready": {}}  # device copies are made again where they are needed
@@ -203,14 +203,13 @@ def _like(raw: Any, corrected: Tensor) -> Any:
     return raw
 
 
-def _nodes(calibration: Calibration, lam: Tensor) -> Tensor:
-    """Times to tabulate: dense over the lam where something is corrected, with every whole timestep exact.
+def _nodes(calibration: Calibration) -> Tensor:
+    """Times to tabulate: dense where something is corrected, every whole timestep and level exact.
 
-    Outside the process's own times the correction stays what it is at the end, in the network's output space.
+    Outside the process's own times the correction stays what it is at the end, in the network's own space.
     """
-    process = calibration.process
-    times = torch.tensor([process.t_min, process.t_max], dtype=torch.float64)
-    top, bottom = process.lam(times).tolist()
+    process, lam = calibration.process, refinement(calibration.correction.lam)[0]
+    top, bottom = (float(process.lam(t)) for t in (process.t_min, process.t_max))
     high, low = min(float(lam[0]), top), max(float(lam[-1]), bottom)
     nodes = process.t_of_lam(torch.linspace(high, low, _NODES, dtype=torch.float64))
     exact = calibration.t

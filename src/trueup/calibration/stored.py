@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from trueup.bands import Bands
 from trueup.calibration.trajectory import EVIDENCE, TOTALS, Sampler, States, Trajectory
 from trueup.errors import ArtifactError
 
+Part = TypeVar("Part")
 LARGEST = 2**33  # bytes of maps in memory; anything larger is not a calibration
 
 
@@ -62,13 +63,23 @@ def whole(meta: Mapping[str, Any], name: str, low: int, high: int) -> int:
     return value
 
 
+def part(meta: Mapping[str, Any], name: str, kind: type[Part]) -> Part:
+    """A list, an object or a tensor of a file."""
+    if name not in meta:
+        raise ArtifactError(f"it lacks {name}")
+    value = meta[name]
+    if not isinstance(value, kind):
+        raise ArtifactError(f"{name} is {str(value)[:20]!r}, expected a {kind.__name__}")
+    return value
+
+
 def numbers(
-    meta: Mapping[str, Any], name: str, low: float, high: float, most: int = 1, unknown: bool = False
+    values: Any, name: str, low: float, high: float, *, least: int = 1, most: int = 1, unknown: bool = False
 ) -> list[float]:
-    """A list of numbers of a file, at least one, each within bounds; unknown: or nan."""
-    values = meta[name]
-    if not isinstance(values, (list, tuple)) or not 1 <= len(values) <= most:
-        raise ArtifactError(f"{name} is no list of up to {most} numbers")
+    """Numbers of a file, within bounds; unknown: or null, which is nan."""
+    if not isinstance(values, (list, tuple)) or not least <= len(values) <= most:
+        raise ArtifactError(f"{name} is no list of {least} to {most} numbers")
+    values = [math.nan if unknown and value is None else value for value in values]
     for value in values:
         if type(value) not in (int, float) or not (low <= value <= high or (unknown and value != value)):
             raise ArtifactError(f"{name} holds {str(value)[:20]}, expected numbers from {low:g} to {high:g}")
@@ -144,11 +155,9 @@ def unpack(
     check_tensors(have, bounds)
     shift = torch.zeros(count, channels, size, dtype=torch.float64)
     shift[..., coefficients] = have["shift"].double()
-    (guidance,) = numbers({"guidance": [meta.get("guidance")]}, "guidance", -1e4, 1e4)
-    if not isinstance(meta.get("settings"), dict) or not isinstance(meta.get("provenance"), dict):
-        raise ArtifactError(f"what {name} is for makes no sense")
+    (guidance,) = numbers([meta.get("guidance")], "guidance", -1e4, 1e4)
     made = Trajectory(
-        Sampler(word(meta, "solver"), whole(meta, "nfe", 1, 10**6), meta["settings"], guidance),
+        Sampler(word(meta, "solver"), whole(meta, "nfe", 1, 10**6), part(meta, "settings", dict), guidance),
         States(have["t"], have["alpha"], have["sigma"]),
         bands,
         mean,
@@ -156,7 +165,7 @@ def unpack(
         have["gain"].double(),
         {part: have[part] for part in (*EVIDENCE, *TOTALS)},
         whole(meta, "trajectories", 1, 10**9),
-        meta["provenance"],
+        part(meta, "provenance", dict),
     )
     if made.identity != meta.get("identity"):
         raise ArtifactError(f"{name} is not the one that was saved")

@@ -25,7 +25,7 @@ from trueup.commands.shared import (
 from trueup.demo import run as run_demo
 from trueup.demo import run_directory
 from trueup.denoiser import Denoiser
-from trueup.errors import Argument, DataError
+from trueup.errors import Argument
 from trueup.estimate import Moments, fit, measure
 from trueup.estimate.diagnose import look
 from trueup.figure import check_figure, draw
@@ -34,8 +34,8 @@ from trueup.report import as_json, as_text, plain_output
 from trueup.sampling import generate
 from trueup.sampling.draw import sampler_of
 from trueup.trajectory import calibrate_sampler, check_sampler
-from trueup.trajectory.marginals import FEWEST_IMAGES, too_few
-from trueup.trajectory.walk import TRAJECTORIES, network_and_states
+from trueup.trajectory.marginals import check_count
+from trueup.trajectory.walk import TRAJECTORIES, Walk
 
 _PARTLY = "samplers.trueup.safetensors"  # in the run directory: samplers made so far
 
@@ -43,9 +43,8 @@ _PARTLY = "samplers.trueup.safetensors"  # in the run directory: samplers made s
 def calibrate(options: argparse.Namespace) -> int:
     """`trueup calibrate`."""
     output, run = options.output, options.run or Path(f"{options.output}.run")
-    few = options.generated or options.images
-    if options.solver is not None and options.calibration is None and few < FEWEST_IMAGES:
-        raise DataError(too_few(few))
+    if options.solver is not None and options.calibration is None:
+        check_count(options.generated or options.images)
     denoiser = open_model(options)
     options.run = run
     solvers = _solvers(denoiser, options)
@@ -150,7 +149,8 @@ def _solvers(denoiser: Denoiser, options: argparse.Namespace) -> list[tuple[Any,
     solvers = [open_solver(name, denoiser, options.grid) for name in options.solver or ()]
     pairs = [(solver, nfe) for solver in solvers for nfe in options.nfe or [20]]
     for solver, nfe in pairs:
-        network_and_states(denoiser, solver, nfe, **{k: v for k, v in _walk(options).items() if k != "seed"})
+        how = {name: value for name, value in _walk(options).items() if name != "seed"}
+        Walk(denoiser, solver, nfe, None, **how)  # type: ignore[arg-type]  # it is not taken
     return pairs
 
 

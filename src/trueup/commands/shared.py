@@ -49,7 +49,7 @@ def find_device(name: str) -> str:
 
 def open_solver(name: str, denoiser: Denoiser, grid: str | None) -> Any:
     """The solver of that name, with its levels where --grid says."""
-    solver = as_solver(name, denoiser)
+    solver: Any = as_solver(name, denoiser)
     return solver if grid is None else replace(solver, grid=grid)
 
 

@@ -91,19 +91,17 @@ def find_binding(network: nn.Module, call: Any, x_t: Tensor, times: Tensor, y: A
     if not all(_same(raw, mean) for (_, raw), mean in zip(seen, means, strict=True)):
         return None
     arguments = [found for found, _ in seen]
-    x = next((k for k, v in arguments[0].items() if _same(v, x_t)), None)
-    label = next((k for k, v in arguments[0].items() if y is not None and _same(v, y)), None)
-    if x is None:
+    keys = list(arguments[0])
+    x, label = (
+        next((k for k in keys if all(_same(found.get(k), given) for found in arguments)), None)
+        for given in (x_t, y)
+    )
+    lines = {k: _line([found.get(k) for found in arguments], times) for k in keys if k not in (x, label)}
+    time = next((k for k, line in lines.items() if line is not None), None)
+    if x is None or time is None:
         return None
-    for key in arguments[0]:
-        if key in (x, label):
-            continue
-        line = _line([found.get(key) for found in arguments], times)
-        if line is not None:
-            return Binding(
-                _place(inner, x), _place(inner, key), None if label is None else _place(inner, label), *line
-            )
-    return None
+    place = None if label is None else _place(inner, label)
+    return Binding(_place(inner, x), _place(inner, time), place, *(lines[time] or ()))
 
 
 def _parameters(network: nn.Module) -> list[str]:

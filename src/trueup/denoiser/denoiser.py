@@ -73,6 +73,8 @@ class Denoiser:
         self.shape = tuple(int(n) for n in shape) if isinstance(shape, Iterable) else (int(shape),)
         if len(self.shape) < 2 or min(self.shape) < 1:
             raise ModelError(f"shape is one sample's, (channels, *spatial), got {self.shape}")
+        if data_range is not None and not data_range[0] < data_range[1]:
+            raise ModelError(f"data_range is (low, high) with low < high, or None, not {data_range!r}")
         self.data_range, self.conditional, self.null_label = data_range, conditional, null_label
         if autoencoder is not None and not hasattr(autoencoder, "picture_shape"):
             raise ModelError("wrap the autoencoder, so that its scaling is known: trueup.hf.Autoencoder(vae)")

@@ -95,7 +95,7 @@ def measure(
             check_use(denoiser, samples)
         moments = _measure(denoiser, samples, moments, int(seed), kept, progress)
     if mean_images:
-        _add_to_mean(moments, denoiser, samples, mean_images)
+        _add_to_mean(moments, samples, mean_images)
     moments.skipped = samples.skipped
     return moments
 
@@ -159,14 +159,13 @@ def needs_labels() -> str:
     )
 
 
-def _add_to_mean(moments: Moments, denoiser: Denoiser, samples: Samples, mean_images: int) -> None:
+def _add_to_mean(moments: Moments, samples: Samples, mean_images: int) -> None:
     """Read more images for the data's own sums alone."""
     if samples.images.count is None:
         return  # all there are were measured
-    images = replace(samples.images, count=moments.images + mean_images)
-    more = open_images(images, denoiser)
+    samples.images = replace(samples.images, count=moments.images + mean_images)
     known = dict(zip(moments.indices.tolist(), moments.digests.tolist(), strict=True))
-    for batch in more.batches(256, skip=known, without=known.values(), unique=True):
+    for batch in samples.batches(256, skip=known, without=known.values(), unique=True):
         moments.add_samples(
             batch.index, batch.x0, batch.digests, y=batch.y, group=batch.group, mean_only=True
         )

@@ -46,8 +46,8 @@ def default_folds(dimensions: int) -> int:
 def fold_of(key: Tensor, folds: int) -> Tensor:
     """The fold of each int64 key: the rank of its hash among those of its block of `folds` keys.
 
-    Nothing periodic in the data survives it, and consecutive keys still fill the folds evenly: at 20 images a
-    hash alone leaves a quarter of 16 folds empty, and the intervals of what is left are wider by a tenth.
+    Nothing periodic in the data survives it, and consecutive keys still fill the folds evenly. A hash alone
+    leaves a quarter of 16 folds empty at 20 images: intervals of |eta|^2 become 1.8 times as wide.
 
     >>> fold_of(torch.arange(16), 16).sort().values.tolist() == list(range(16))
     True

@@ -28,7 +28,7 @@ from trueup.estimate.moments import Moments
 from trueup.estimate.regress import Centred, Mean, Slope, divide, mean_residual
 from trueup.estimate.shrink import effective_columns, kernel_weights, noise_correlation, shrinker
 from trueup.parametrization import Parametrization
-from trueup.statistics import Number, mean_and_error, squared_norm, trapezoid_weights
+from trueup.statistics import Number, effective_folds, mean_and_error, squared_norm, trapezoid_weights
 
 ESTIMATORS = ("plain", "paired", "regressed", "shrunk")
 MOST_DIGESTS = 2**19  # images whose digests a file keeps; more would make it large
@@ -78,6 +78,7 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
     rows = moments.rows[0]  # (F, L)
     folds = (rows > 0).sum(0)  # (L,)
     confirmable = int(folds.min()) >= FEWEST_FOLDS
+    alike = effective_folds(rows)  # (L,) fewer, where they differ in size
 
     centred = Centred(moments)
     shrink = _shrinkage(centred, kind, parametrization) if estimator == "shrunk" else None
@@ -108,23 +109,23 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
         by_fold = held.gain(scale).sum(2)  # (F, L)
         known = PAIRED_FOLDS**0.5 if confirmable else math.nan
         value, error = mean_and_error(by_fold, rows)
-        gain = Number.of(value, known * error, folds)
+        gain = Number.of(value, known * error, alike)
         if moments.levels > 1:  # one level says nothing about an integral over all of them
             value, error = mean_and_error(by_fold, rows, weights)  # equation 26
-            bound = Number.of(float(value), known * float(error), int(folds.min()))
+            bound = Number.of(float(value), known * float(error), float(alike.min()))
     gram = torch.einsum("flck,glck->lfg", residual, residual)
     pairs = (rows.sum(0).square() - rows.square().sum(0)).clamp_min(1e-300)  # (L,)
-    alike = rows.mean(1)  # (F,)
-    level = (alike.sum().square() - alike.square().sum()) / pairs  # as if all levels had the same samples
+    average = rows.mean(1)  # (F,)
+    level = (average.sum().square() - average.square().sum()) / pairs  # as if all levels had the same samples
     evidence = Evidence(
         images=noted.images,
         folds=int(folds.min()),
         dimensions=math.prod(moments.shape),
-        loss=Number.of(*mean_and_error(centred.second[:, :, 0].sum((2, 3)), rows), folds),
+        loss=Number.of(*mean_and_error(centred.second[:, :, 0].sum((2, 3)), rows), alike),
         eta2=squared_norm(gram, rows.T),
         gain=gain,
         bound_gain=bound,
-        shift_bound_gain=squared_norm(torch.einsum("l,lfg->fg", weights * level, gram), alike)[()],
+        shift_bound_gain=squared_norm(torch.einsum("l,lfg->fg", weights * level, gram), average)[()],
         shift_se=(shift.variance * moments.bands.sizes).sum((1, 2)).sqrt(),
         scale=scale,
     )

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from trueup.errors import DataError
 
 
@@ -42,17 +44,17 @@ class Images:
     skip_bad: bool = False
 
     def __post_init__(self) -> None:
-        if self.count is not None and (not isinstance(self.count, int) or self.count < 1):
+        if self.count is not None and (not isinstance(self.count, (int, np.integer)) or self.count < 1):
             raise DataError(f"count is a whole number of at least 1, not {self.count!r}")
-        if not isinstance(self.offset, int) or self.offset < 0:
+        if not isinstance(self.offset, (int, np.integer)) or self.offset < 0:
             raise DataError(f"offset is a whole number of at least 0, not {self.offset!r}")
         if self.resize not in (None, "shorter", "exact"):
             raise DataError(f"resize is None, 'shorter' or 'exact', not {self.resize!r}")
         if self.crop not in (None, "center"):
             raise DataError(f"crop is None or 'center', not {self.crop!r}")
         if self.data_range is not None:
-            finite = len(self.data_range) == 2 and all(map(math.isfinite, self.data_range))
-            if not finite or self.data_range[0] >= self.data_range[1]:
+            ends = self.data_range if isinstance(self.data_range, (tuple, list)) else ()
+            if len(ends) != 2 or not -math.inf < ends[0] < ends[1] < math.inf:
                 raise DataError(f"data_range is (low, high) with low < high, not {self.data_range!r}")
 
     def transform(self) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class Reference:
     spatial: GaussianStatistics | None
     rows: Tensor  # (kept, d) float32, the first of the pooled features
     colours: Tensor  # (n, C) float64, mean of each channel of each image
+    images: Any = None  # it was made from, until it is kept in a file
 
     @property
     def count(self) -> int:

@@ -44,7 +44,7 @@ class Marginals:
             second.index_add_(0, fold, bands.sum(z.square()))
             rows.index_add_(0, fold, torch.ones(len(z), dtype=torch.float64))
         count = int(rows.sum())
-        _check_count(count)
+        check_count(count)
         return cls(bands, first.sum(0) / count, *band_variance(bands, first, second, rows), count)
 
     @classmethod
@@ -55,7 +55,7 @@ class Marginals:
                 f"this calibration is of samples of shape {calibration.shape}, the model's are "
                 f"{denoiser.shape}"
             )
-        _check_count(calibration.data_images)
+        check_count(calibration.data_images)
         return cls(
             calibration.correction.bands,
             calibration.data_mean,
@@ -73,7 +73,8 @@ class Marginals:
         return alpha**2 * self.variance / self.images, (alpha**2 * self.variance_se).square()
 
 
-def _check_count(images: int) -> None:
+def check_count(images: int) -> None:
+    """Raise for data that are too few."""
     if images < FEWEST_IMAGES:
         raise DataError(
             f"the moments of {images} images are not those of the data: use {FEWEST_IMAGES} or more"
