@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-import instruments
 import trueup
 from trueup import Images
 from trueup.analytic import GaussianMixture, KernelDensity
@@ -24,6 +23,7 @@ from trueup.hf import as_denoiser
 from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow
 
 import common
+import instruments
 
 SHAPE = (1, 4, 4)
 BOTH = ("uncalibrated", "shift", "spectral")
