@@ -17,7 +17,7 @@ import torch
 import trueup
 from trueup.calibration.hook import CorrectOutput
 from trueup.estimate import Moments
-from trueup.estimate.measure import add_batch, check_finite
+from trueup.estimate.measuring import add_batch, check_finite
 from trueup.images import open_images
 
 from common import load_images, load_model, parser, table

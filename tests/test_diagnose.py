@@ -7,12 +7,14 @@ import pytest
 import torch
 
 import trueup
-from trueup.data import Batch, Samples
-from trueup.diagnose import diagnose
+import trueup.analytic
+from trueup.errors import Argument, ModelError
+from trueup.estimate.diagnose import diagnose
 from trueup.files import BUNDLED
 from trueup.hf import as_denoiser
+from trueup.images import Batch, Images, Samples
 from trueup.parametrization import Parametrization
-from trueup.process import DiscreteVP
+from trueup.process import DiscreteVP, Flow
 
 LINEAR = DiscreteVP.linear()
 COUNT = 16
@@ -62,7 +64,12 @@ def used(network, process=LINEAR, parametrization="noise", data_range=(-1.0, 1.0
 
 
 def changed(batch, x0):
-    return Batch(batch.index, x0, batch.y)
+    return Batch(batch.index, x0, batch.y, batch.digests)
+
+
+def told(problem):
+    """What the command line says of it."""
+    return problem.phrased(Argument.option)
 
 
 @pytest.mark.parametrize("weights", ["raw", "ema"])
@@ -75,37 +82,37 @@ def test_the_right_use_has_no_problem(weights, batch):
 
 def test_the_range_of_the_model(ema, batch):
     found = diagnose(used(of_unit_range(ema.network)), batch)
-    assert "--model-range 0,1" in found.problem
+    assert "--model-range 0,1" in told(found.problem)
     right = used(of_unit_range(ema.network), data_range=(0.0, 1.0))
     assert diagnose(right, changed(batch, (batch.x0 + 1) / 2)).problem is None
     wrong = used(ema.network, data_range=(0.0, 1.0))
-    assert "--model-range -1,1" in diagnose(wrong, changed(batch, (batch.x0 + 1) / 2)).problem
+    assert "--model-range -1,1" in told(diagnose(wrong, changed(batch, (batch.x0 + 1) / 2)).problem)
 
 
 def test_the_range_of_the_data(ema, batch):
     found = diagnose(ema, changed(batch, (batch.x0 + 1) / 2))
-    assert "--data-range 0,1" in found.problem
+    assert "--data-range 0,1" in told(found.problem)
 
 
 def test_the_prediction_type(ema, batch):
     found = diagnose(used(of_velocity(ema.network)), batch)
-    assert "--prediction velocity" in found.problem
+    assert "--prediction velocity" in told(found.problem)
     found = diagnose(used(ema.network, parametrization="velocity"), batch)
-    assert "--prediction noise" in found.problem
+    assert "--prediction noise" in told(found.problem)
 
 
 @pytest.mark.parametrize("process", [DiscreteVP.scaled_linear(), DiscreteVP.cosine()])
 def test_the_betas(ema, batch, process):
     found = diagnose(used(ema.network, process), batch)
-    assert "linear betas" in found.problem
-    assert "--scheduler" in found.problem
+    assert "linear betas" in str(found.problem)
+    assert "--scheduler" in told(found.problem)
 
 
 def test_mirrored_images(ema):
     samples = Samples(np.load(BUNDLED / "images.npy"), ema.shape, ema.data_range)
     batch = next(samples.batches(32))
     found = diagnose(ema, changed(batch, batch.x0.flip(-1)))
-    assert "mirror" in found.problem
+    assert "mirror" in str(found.problem)
 
 
 def test_a_forgotten_flip_is_a_hint(mixture):
@@ -115,10 +122,10 @@ def test_a_forgotten_flip_is_a_hint(mixture):
     denoiser = both.denoiser(trueup.process.ContinuousVP())
     denoiser.data_range = (-1.0, 1.0)
     x0 = both.sample(COUNT).float()
-    batch = Batch(torch.arange(COUNT), x0, None)
+    batch = Batch(torch.arange(COUNT), x0, None, torch.arange(COUNT))
     found = diagnose(denoiser, batch)
     assert found.problem is None
-    assert any("--flip" in hint for hint in found.hints)
+    assert any("flip" in hint for hint in found.hints)
     assert diagnose(denoiser, batch, flip=True).hints == []
 
 
@@ -148,23 +155,59 @@ def test_bgr_for_rgb(ema, batch):
     rgb = torch.cat([gain * batch.x0 for gain in network.gains], 1)
     denoiser = used(network, shape=(3, 28, 28))
     assert diagnose(denoiser, changed(batch, rgb)).problem is None
-    assert "BGR" in diagnose(denoiser, changed(batch, rgb.flip(1))).problem
+    assert "BGR" in str(diagnose(denoiser, changed(batch, rgb.flip(1))).problem)
 
 
 def test_unscaled_latents(ema, batch):
     latents = used(ema.network, data_range=None)
     assert diagnose(latents, batch).problem is None
     found = diagnose(latents, changed(batch, batch.x0 / 0.18215))
-    assert "0.18215" in found.problem
+    assert "0.18215" in str(found.problem)
 
 
 def test_another_network_altogether(batch):
     found = diagnose(used(lambda x_t, t: torch.tanh(x_t)), batch)
-    assert "worse than a linear filter" in found.problem
+    assert "worse than a linear filter" in str(found.problem)
 
 
 def test_few_images_say_nothing(ema, batch):
-    few = Batch(batch.index[:3], batch.x0[:3], None)
+    few = batch.rows(slice(0, 3))
     found = diagnose(ema, few)
     assert found.problem is None
     assert "fewer than 8" in found.hints[0]
+
+
+def of_flow(network, sign=1.0, backwards=False):
+    """The network as a rectified flow would have it, exactly: x_s is a scaled x_t of the same lam."""
+
+    def call(x_s, t):
+        s = 1 - t.double() if backwards else t.double()
+        lam = torch.log1p(-s) - s.log()
+        size = ((1 - s) ** 2 + s**2).sqrt()
+        at = LINEAR.t_of_lam(lam.clamp(float(LINEAR.lam(999)), float(LINEAR.lam(0))))
+        eps = network(x_s / axes(size), at.float()).sample
+        return sign * (eps - (x_s - axes(s) * eps) / axes(1 - s))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("sign", "backwards", "words"),
+    [(-1.0, False, "reversed_flow"), (1.0, True, "from noise to data"), (-1.0, True, "from noise to data")],
+)
+def test_a_flow_the_other_way_round(ema, batch, sign, backwards, words):
+    """x0 - eps for eps - x0, and times that run from noise to data, as in much flow-matching code."""
+    assert diagnose(used(of_flow(ema.network), Flow(), "flow"), batch).problem is None
+    found = diagnose(used(of_flow(ema.network, sign, backwards), Flow(), "flow"), batch)
+    assert words in str(found.problem)
+    if sign < 0 and backwards:
+        assert "reversed_flow" in str(found.problem)
+
+
+def test_python_refuses_misuse_too(ema):
+    """Offered a calibration before: only the command line looked."""
+    wrong = used(ema.network, parametrization="velocity")
+    images = Images(BUNDLED / "images.npy", count=32)
+    with pytest.raises(ModelError, match=r"fit a noise prediction.*prediction='noise' \(or pass trust=True"):
+        trueup.calibrate(wrong, images, levels=[500], progress=False)
+    trueup.calibrate(wrong, images, levels=[500], trust=True, progress=False)

@@ -30,12 +30,16 @@ def rows(count, seed=0):
     return torch.arange(count), 1.1 * eps + 0.05 * u + 0.3, eps, u, x0
 
 
-def filled(count=40, seed=0, first=0, **settings):
-    """All levels of some samples."""
+def filled(count=40, seed=0, first=0, real=False, **settings):
+    """All levels of some samples; real: with the noise that the levels have."""
     moments = empty(**settings)
     index, *vectors, x0 = rows(count, seed)
     y = index % max(len(moments.classes), 1) if moments.classes else None
     for level in range(len(LEVELS)):
+        if real:
+            eps = vectors[1]
+            u = eps + float(moments.alpha[level] / moments.sigma[level]) * x0
+            vectors = [1.1 * eps + 0.05 * u + 0.3, eps, u]
         moments.add(torch.full((count,), level), index + first, *vectors, y=y)
     moments.add_samples(index + first, x0, [1000 * seed + int(i) for i in index + first], y=y)
     return moments
@@ -228,7 +232,7 @@ def test_without_and_only_make_the_whole():
 
 
 def test_a_file_holds_all_of_it(tmp_path):
-    moments = filled(classes=(0, 1))
+    moments = filled(real=True, classes=(0, 1))
     moments.skipped = ["bad.png is no image"]
     moments.save(tmp_path / "moments.safetensors")
     again = Moments.load(tmp_path / "moments.safetensors")
@@ -239,7 +243,7 @@ def test_a_file_holds_all_of_it(tmp_path):
         moments.skipped,
         json.loads(json.dumps(moments.provenance)),
     )
-    more = again + filled(10, seed=4, first=40, classes=(0, 1))
+    more = again + filled(real=True, 10, seed=4, first=40, classes=(0, 1))
     assert more.images == 50
 
 
@@ -270,7 +274,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("what", DAMAGE)
 def test_what_makes_no_sense_is_named(what):
-    meta, tensors = pack(filled())
+    meta, tensors = pack(filled(real=True))
     meta, tensors = json.loads(json.dumps(meta)), {name: tensor.clone() for name, tensor in tensors.items()}
     spoil, words = DAMAGE[what]
     spoil(meta, tensors)
@@ -279,7 +283,7 @@ def test_what_makes_no_sense_is_named(what):
 
 
 def test_nonsense_is_not_saved(tmp_path):
-    moments = filled()
+    moments = filled(real=True)
     moments.rows[0, 0, 0] = -1
     with pytest.raises(ArtifactError, match="rows is negative"):
         moments.save(tmp_path / "moments.safetensors")

@@ -83,7 +83,8 @@ class Number:
 
     def __getitem__(self, index: Any) -> Number:
         """One of many numbers."""
-        return Number(*(float(part[index]) for part in (self.value, self.error, self.low, self.high)))
+        value, error, low, high = (float(p[index]) for p in (self.value, self.error, self.low, self.high))
+        return Number(value, error, low, high)
 
     def scaled(self, factor: float) -> Number:
         """In other units."""

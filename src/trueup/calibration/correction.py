@@ -54,15 +54,18 @@ class Correction:
             kept = kept - halfway @ (1 - self.support)
         distance = (lam[:, None] - self.lam).abs().amin(1)
         kept = kept * (2 - distance / LEVEL_SPACING).clamp(0.0, 1.0)[:, None]
-        parts = (torch.einsum("rl,l...->r...", weights, part) for part in (self.b, self.a, self.d))
-        return Correction(lam, *parts, self.bands).scaled(kept)
+        return self._mixed(weights, lam).scaled(kept)
 
     def at(self, lam: Tensor) -> Correction:
         """What it is at each of falling lam (B,), as levels of their own."""
         fine = self.refined()
         weights = interpolation_weights(fine.lam, lam).to(self.b)  # (B, R)
-        parts = (torch.einsum("nl,l...->n...", weights, part) for part in (fine.b, fine.a, fine.d))
-        return Correction(lam, *parts, self.bands)
+        return fine._mixed(weights, lam)
+
+    def _mixed(self, weights: Tensor, lam: Tensor) -> Correction:
+        """Weighted sums of its levels, weights (N, L), as levels at lam (N,)."""
+        b, a, d = (torch.einsum("nl,l...->n...", weights, part) for part in (self.b, self.a, self.d))
+        return Correction(lam, b, a, d, self.bands)
 
     def apply(self, eps_hat: Tensor, u: Tensor, lam: Tensor) -> Tensor:
         """The corrected noise prediction, one lam per row: the definition, written for reading and testing.

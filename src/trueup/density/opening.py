@@ -12,7 +12,7 @@ import torch
 from trueup.calibration import Attachment, Calibration, as_calibration
 from trueup.denoiser import Denoiser
 from trueup.errors import Argument, DataError, ModelError
-from trueup.estimate.measure import needs_labels
+from trueup.estimate.measuring import needs_labels
 from trueup.hf import as_denoiser
 from trueup.images import Batch, Samples
 

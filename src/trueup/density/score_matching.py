@@ -16,7 +16,7 @@ from trueup.calibration.correction import interpolation_weights
 from trueup.denoiser import Denoiser
 from trueup.density.opening import Sides, check_labelled, passed_over, unused
 from trueup.errors import DataError, ModelError, TrueupError
-from trueup.estimate.measure import check_levels
+from trueup.estimate.measuring import check_levels
 from trueup.images import Batch, open_images
 from trueup.noise import level_keys, normal
 from trueup.process import NoiseProcess

@@ -1,7 +1,7 @@
 """From a network and images to a correction: measure, then fit."""
 
 from trueup.estimate.families import FAMILIES, Family, register
-from trueup.estimate.measure import default_levels, measure
+from trueup.estimate.measuring import default_levels, measure
 from trueup.estimate.moments import Moments
 from trueup.estimate.solve import ESTIMATORS, calibrate, fit
 

@@ -110,7 +110,7 @@ class Moments:
             raise TrueupError("a class is named twice")
         cells = (max(len(classes), 1), folds or default_folds(math.prod(shape)))
         channels, size = shape[0], math.prod(shape[1:])
-        dims = {
+        dims: dict[str, tuple[int, ...]] = {
             "rows": (len(t),),
             "squares": (len(t),),
             "first": (len(t), 3, channels, size),
@@ -119,6 +119,7 @@ class Moments:
             "data_first": (channels, size),
             "data_second": (channels, bands.count),
         }
+        zeros: dict[str, Any] = {n: torch.zeros(*cells, *d, dtype=torch.float64) for n, d in dims.items()}
         return cls(
             t=t,
             lam=process.lam(t),
@@ -128,7 +129,7 @@ class Moments:
             bands=bands,
             classes=classes,
             provenance={"process": process.settings(), **(provenance or {})},
-            **{name: torch.zeros(*cells, *rest, dtype=torch.float64) for name, rest in dims.items()},
+            **zeros,
         )
 
     @property
@@ -347,7 +348,7 @@ class Moments:
             raise ArtifactError(f"{path}: {error}") from None
 
 
-def _sums(moments: Moments, folds: Tensor | slice) -> dict[str, Tensor]:
+def _sums(moments: Moments, folds: Tensor | slice) -> dict[str, Any]:
     return {name: getattr(moments, name)[:, folds] for name in SUMS}
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trueup.estimate.moments import DEPARTURE, PAIRS, RESIDUAL, Moments, U
+from trueup.estimate.moments import DEPARTURE, RESIDUAL, Moments, U
+from trueup.estimate.stored import PAIRS
 from trueup.parametrization import Parametrization
 
 _PRECISION = 1e-5  # products are summed from float32: a fit cannot be trusted further than this

@@ -35,6 +35,9 @@ class Run(Folder):
         super().__init__(path)
         self.labels: list[int] = []  # digests of the samples' labels
 
+    def __enter__(self) -> Run:
+        return self
+
     @property
     def file(self) -> Path:
         """The checkpoint."""

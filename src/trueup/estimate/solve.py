@@ -23,7 +23,7 @@ from trueup.estimate.confirm import (
     score,
 )
 from trueup.estimate.families import FAMILIES, Family
-from trueup.estimate.measure import measure
+from trueup.estimate.measuring import measure
 from trueup.estimate.moments import Moments
 from trueup.estimate.regress import Centred, Mean, Slope, divide, mean_residual
 from trueup.estimate.shrink import effective_columns, kernel_weights, noise_correlation, shrinker

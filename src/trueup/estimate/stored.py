@@ -18,6 +18,7 @@ KIND = "moments"
 PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))  # of residual, departure and u
 SUMS = ("rows", "squares", "first", "second", "data_rows", "data_first", "data_second")
 LEVELS = ("t", "lam", "alpha", "sigma")
+_AGREE = 1e-3  # of the size of what is compared
 _ROUNDING = 1e-5  # products are summed from float32
 _TENSORS = (*LEVELS, *SUMS, "indices", "digests")
 _NONSENSE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -85,6 +86,7 @@ def _fields(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str,
             raise ArtifactError(f"{name} has the shape {tuple(tensors[name].shape)}, expected {dims}")
     _check_levels(meta["provenance"], tensors)
     _check_sums(bands, tensors)
+    _check_data(tensors)
     _check_samples(meta, tensors)
     return {
         "shape": shape,
@@ -133,6 +135,26 @@ def _check_sums(bands: Bands, tensors: Mapping[str, Tensor]) -> None:
             raise ArtifactError(f"first: the sum of {names[i]} is larger than its squares allow")
     if _above(bands.sum(tensors["data_first"].square()), data_rows[..., None, None] * tensors["data_second"]):
         raise ArtifactError("data_first is larger than data_second allows")
+
+
+def _check_data(tensors: Mapping[str, Tensor]) -> None:
+    """u - eps = (alpha/sigma) x0: where every sample is at every level, both say the same of the data."""
+    rows, alpha, sigma = tensors["rows"], tensors["alpha"], tensors["sigma"]
+    if not torch.equal(rows, tensors["data_rows"][..., None].expand_as(rows)):
+        return
+    one = torch.ones_like(alpha)
+    weights = torch.stack([one, -one, alpha**2 / (alpha**2 + sigma**2)])  # of residual, departure and u
+    ratio, wide = (alpha / sigma)[:, None, None], weights[..., None, None]  # (L, 1, 1), (3, L, 1, 1)
+    first = tensors["first"].movedim(3, 0)  # (3, G, F, L, C, K)
+    second = dict(zip(PAIRS, tensors["second"].movedim(3, 0), strict=True))
+    parts = [wide[i] * wide[j] * second[i, j] * (1 if i == j else 2) for i, j in PAIRS]
+    for name, terms, data in (
+        ("first", [wide[i] * first[i] for i in range(3)], ratio * tensors["data_first"][:, :, None]),
+        ("second", parts, ratio**2 * tensors["data_second"][:, :, None]),
+    ):
+        size = sum(term.abs() for term in terms) + data.abs()
+        if ((sum(terms) - data).abs() > _AGREE * (size + size.mean())).any():
+            raise ArtifactError(f"{name} is not of the samples that data_{name} is of")
 
 
 def _above(value: Tensor, most: Tensor) -> bool:

@@ -179,7 +179,8 @@ class Samples:
             except DataError as error:
                 if not self.images.skip_bad:
                     raise
-                self.skipped.append(str(error))
+                if str(error) not in self.skipped:  # or it is read again after an interruption
+                    self.skipped.append(str(error))
                 continue
             if done:
                 if skip[index + self.images.offset] != row.digest:  # type: ignore[index]
