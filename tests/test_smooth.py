@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from measuring import fit, measure
 from trueup.estimate.confirm import score
 from trueup.estimate.moments import SUMS
 from trueup.files import bundled
 from trueup.process import ContinuousVP
+
+from measuring import fit, measure
 
 PROCESS = ContinuousVP()
 LEVELS = [0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8]
