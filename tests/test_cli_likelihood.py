@@ -97,7 +97,7 @@ def test_interrupted_work_is_kept_and_gone_on_with(model, images, tmp_path, monk
     assert "run the same command again" in stopped.stderr
     assert not out.exists()
     assert trueup_command(*base, "-o", out).returncode == 0
-    assert len(calls) == 3  # 32 images, the interruption, the other 8
+    assert len(calls) == 6  # 8 images, the interruption, the other four times 8
     monkeypatch.undo()
     fresh = trueup_command(*base, "-o", tmp_path / "y.json")
     assert fresh.returncode == 0
@@ -301,7 +301,7 @@ def test_a_misused_model_is_not_measured(tmp_path):
     images = 255 - np.load(bundled("bundled:images"))[:40]
     np.save(tmp_path / "x.npy", images)
     base = ("likelihood", "bundled:ema", "--data", tmp_path / "x.npy", "--quiet")
-    done = trueup_command(*base, "--images", 8)
+    done = trueup_command(*base, "--images", 32)
     assert done.returncode == 2
     assert "--trust" in done.stderr
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 import trueup
 from trueup.hf import as_denoiser
-from trueup.sampling import pictures
+from trueup.sampling import DPMSolver, pictures, register
 from trueup.sampling.store import Output
 
 from commandline import in_process, refused, trueup_command
@@ -114,7 +114,8 @@ def test_evaluate_writes_what_it_prints(model, images, calibration, tmp_path):
     assert "evaluations of the network: 96 for samples by dpm-solver-2-4" in done.stdout
     left_out = trueup_command(*base, "--data", images, "--no-loss", "--json")
     assert json.loads(left_out.stdout)["loss"] is None
-    assert "denoising loss" not in left_out.stdout
+    assert "the denoising loss" not in json.loads(left_out.stdout)["evaluations"]
+    assert "the denoising loss" in said["evaluations"]
     for one, other in zip(from_reference["rows"], said["rows"], strict=True):
         assert one["changes"]["frechet"]["after"]["value"] == pytest.approx(
             other["changes"]["frechet"]["after"]["value"], rel=1e-4
@@ -159,7 +160,7 @@ def test_latents_are_decoded_or_refused_as_pictures(latent, tmp_path):
         (["--nfe", "many"], "'many' is not a whole number"),
         (["--nfe", "0"], "'0' is not a whole number"),
         (["--solver", "magic"], "unknown solver 'magic'"),
-        (["--solver", "flow-euler"], "predict flow"),
+        (["--solver", "flow-euler"], "does not work with this network"),
         (["--solver", "ddim", "--grid", "logsnr"], "has its own"),
         (["--labels", "a,b"], "not a list of labels"),
         (["--labels", "5-2"], "empty list of labels"),
@@ -198,6 +199,24 @@ def test_comparisons_that_cannot_be(
     given = [str(images) if word == "IMAGES" else word for word in arguments]
     features = [] if "--features" in given else ["--features", "pixels"]
     assert words in in_process(capsys, "evaluate", model, "--calibration", calibration, *features, *given)
+
+
+def test_labels_are_asked_for_by_their_options(capsys, tmp_path):
+    net = save(tiny_unet(num_class_embeds=11), tmp_path / "net")
+    base = ("sample", net, "-n", 2, "--nfe", 3, "-o", tmp_path / "x")
+    assert "say which labels to sample as --labels" in in_process(capsys, *base)
+    guided = (*base, "--labels", "0-9", "--guidance", 2)
+    assert "--null-label" in in_process(capsys, *guided)
+    assert not (tmp_path / "x").exists()
+    assert trueup_command(*guided, "--null-label", 10).returncode == 0
+    refused(trueup_command(*guided, "--null-label", 9), "another guidance")
+
+
+def test_outsiders_solvers_work_by_name(model, tmp_path):
+    """In a process that has registered one."""
+    register("mine", lambda denoiser: DPMSolver(2, grid="quadratic"))
+    done = trueup_command("sample", model, "-n", 1, "--nfe", 4, "--solver", "mine", "-o", tmp_path / "x.npz")
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_folder_of_others_is_not_touched(model, images):

@@ -1,7 +1,6 @@
 """The code in README and guide runs as it stands."""
 
 import re
-from importlib import import_module
 from pathlib import Path
 
 import diffusers
@@ -30,7 +29,7 @@ def here(tmp_path, monkeypatch):
         Image.fromarray(picture).save(tmp_path / "my-images" / f"{k}.png")
     monkeypatch.chdir(tmp_path)
     # The networks on these pages were never trained, and would be refused for it.
-    monkeypatch.setattr(import_module("trueup.estimate.measure"), "check_use", lambda *_: None)
+    monkeypatch.setattr("trueup.estimate.measuring.check_use", lambda *_: None)
     return tmp_path
 
 

@@ -13,8 +13,8 @@ import torch
 from trueup.calibration import load
 from trueup.commands.shared import images_of, open_model, open_solver, progress, say, show
 from trueup.errors import TrueupError
-from trueup.evaluation import evaluate as compare
 from trueup.evaluation import build_reference, image_maker
+from trueup.evaluation import evaluate as compare
 from trueup.files import write
 from trueup.metrics import Reference, load_features
 from trueup.sampling import sample_batches

@@ -1,6 +1,6 @@
 """Sample quality: Fréchet, kernel and colour distances, precision and recall, each with its interval."""
 
-from trueup.metrics.features import FeatureBatch, Features, ModuleFeatures, Pixels, colours, load_features
+from trueup.metrics.features import FeatureBatch, Features, ModuleFeatures, Pixels, colours
 from trueup.metrics.gaussian import GaussianStatistics
 from trueup.metrics.measures import MEASURES, Measure, measure, measures
 from trueup.metrics.reference import Reference
@@ -20,6 +20,7 @@ from trueup.metrics.manifold import precision, recall
 
 # isort: split
 from trueup.metrics.colour import wasserstein
+from trueup.metrics.loading import load_features
 
 __all__ = [
     "MEASURES",

@@ -15,7 +15,7 @@ from torch import Tensor
 from trueup.calibration import Attachment, Calibration, Sampler, Trajectory, as_calibration
 from trueup.calibration.trajectory import Adjust, choose, find
 from trueup.denoiser import Denoiser
-from trueup.errors import ModelError, TrueupError
+from trueup.errors import Argument, ModelError, TrueupError
 from trueup.hf import as_denoiser
 from trueup.noise import normal
 from trueup.progress import Progress
@@ -142,7 +142,8 @@ def network_for(denoiser: Denoiser, labels: Any = None, guidance: float = 1.0) -
     if not isinstance(guidance, (int, float)) or not math.isfinite(guidance):
         raise TrueupError(f"guidance is a number, not {guidance!r}")
     if guidance != 1.0 and denoiser.null_label is None:
-        raise TrueupError("guidance needs the label that stands for none: the null_label of a Denoiser")
+        text = "guidance needs the label that stands for none"
+        raise TrueupError(text, "say which that is as {}", Argument("null_label"))
     return Network(denoiser, guidance=guidance, y=None if classes is None else classes.to(denoiser.device))
 
 
@@ -156,7 +157,8 @@ def check_labels(denoiser: Denoiser, labels: Any, guidance: float = 1.0) -> Tens
             )
         return None
     if labels is None:
-        raise TrueupError("this network is conditional: say which labels to sample")
+        text = "this network is conditional"
+        raise TrueupError(text, "say which labels to sample as {}", Argument("labels"))
     try:
         values = torch.as_tensor(labels)
     except (TypeError, ValueError):
