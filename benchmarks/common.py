@@ -51,9 +51,7 @@ def load_model(path: str, options: argparse.Namespace) -> Denoiser:
     scheduler = None
     if not any((Path(path) / p).exists() for p in ("model_index.json", "scheduler_config.json")):
         scheduler = {"beta_schedule": options.beta_schedule, "beta_start": 1e-4, "beta_end": 0.02}
-    denoiser = as_denoiser(
-        path, scheduler=scheduler, device=options.device, batch_size=options.batch_size
-    )
+    denoiser = as_denoiser(path, scheduler=scheduler, device=options.device, batch_size=options.batch_size)
     if options.half:
         denoiser.network.half().to(memory_format=torch.channels_last)
     return denoiser

@@ -33,6 +33,7 @@ def exact_gaussian(process, mean, x):
     spread = [
         math.hypot(float(process.alpha(t)) * STD, float(process.sigma(t))) for t in (process.t_max, END)
     ]
+    x = x * process.prior_std
     return process.alpha(END) * mean + (x - process.alpha(process.t_max) * mean) * spread[1] / spread[0]
 
 

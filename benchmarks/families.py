@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import trueup
+from trueup.estimate import fit
 from trueup.metrics import wasserstein
 
 from common import (
@@ -28,12 +29,12 @@ from common import (
 )
 
 
-def ddim(denoiser, calibration, count: int, steps: int, batch: int, clip: bool) -> torch.Tensor:
+def ddim(denoiser, calibration, count: int, steps: int, clip: bool) -> torch.Tensor:
     """Per-image mean colours of samples, (count, C), in 0..255."""
     from diffusers import DDIMScheduler
 
     scheduler = DDIMScheduler(clip_sample=clip)
-    settings = {"solver": scheduler, "nfe": steps, "batch_size": batch, "seed": 7, "progress": False}
+    settings = {"solver": scheduler, "nfe": steps, "seed": 7, "progress": False}
     x = trueup.sample(denoiser, count, calibration=calibration, **settings)
     return ((x.clamp(-1, 1) + 1) * 127.5).flatten(2).mean(2).double()
 
@@ -54,7 +55,7 @@ def main() -> None:
         denoiser = load_model(path, options)
         levels = levels_with(denoiser)
         held_out = measure(denoiser, held_images, options, levels=levels, seed=1000)
-        loss = held_out.second[:, :, 0].sum((0, 2, 3)) / held_out.rows.sum()
+        loss = held_out.second[0, :, :, 0].sum((0, 2, 3)) / held_out.rows[0].sum(0)
         shown = [int((held_out.t == t).nonzero()) for t in FINDINGS_LEVELS]
         rows = [["images", "family", *(f"t={t}" for t in FINDINGS_LEVELS), "all levels", "least, in s.e."]]
         rows.append(
@@ -64,7 +65,7 @@ def main() -> None:
         for count in options.images:
             moments = measure(denoiser, images[:count], options, levels=levels)
             for family in ("shift", "spectral"):
-                cal = trueup.fit(moments, family=family)
+                cal = fit(moments, family=family)
                 fits[count, family] = cal
                 gain, error = gains(held_out, cal.correction)
                 worst = float((gain / error.clamp_min(1e-12)).min())
@@ -84,7 +85,7 @@ def main() -> None:
             for clip in (False, True):
                 for family in ("none", "shift", "spectral"):
                     used = fits.get((base, family))
-                    colour = ddim(denoiser, used, options.samples, options.steps, options.batch_size, clip)
+                    colour = ddim(denoiser, used, options.samples, options.steps, clip)
                     w1 = wasserstein(colour, data_colour).value
                     show = lambda v: ", ".join(f"{float(x):.0f}" for x in v)  # noqa: E731
                     name = f"DDIM {options.steps}" + (", clipped" if clip else "")

@@ -2,7 +2,7 @@
 
     python benchmarks/images.py --model RAW EMA --data cifar10.npy --test cifar10-test.npy
 
-Calibrates from the first 50 to 50,000 images, and from the model's own samples (DPM-Solver-3 in 50
+Calibrates from 50 to 50,000 random images, and from the model's own samples (DPM-Solver-3 in 50
 evaluations), then samples with DPM-Solver-3 in 20, the same seeds in every row. `plain` is the published
 estimator of the published shift. Fréchet distances (EfficientNet-lite0 features, not Inception's) are to the
 test images.
@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 
 import trueup
+from trueup.estimate import fit, measure
+from trueup.sampling import generate
 
 from common import Quality, change, comparison_parser, finish, load_model, numbers, plus_minus, table
 
@@ -44,11 +46,7 @@ def main() -> None:
 
         base = measured(None)
         print(f"\n{path}: uncalibrated FD {plus_minus(base[0])}, W1 {plus_minus(base[1])}\n", flush=True)
-        generated = (
-            trueup.generate(denoiser, max(options.generated), batch_size=options.batch_size, progress=False)
-            if options.generated
-            else None
-        )
+        generated = generate(denoiser, max(options.generated), progress=False) if options.generated else None
         sources = [("data", images, n) for n in options.images if n <= len(images)]
         sources += [("generated", generated, n) for n in options.generated]
         entry, found = {"uncalibrated": [numbers(e) for e in base]}, {}
@@ -56,16 +54,10 @@ def main() -> None:
         rows[0].append("last FD against uncalibrated")
         with tempfile.TemporaryDirectory() as folder:
             for origin, source, count in sources:
-                moments = trueup.measure(
-                    denoiser,
-                    source,
-                    images=count,
-                    batch_size=options.batch_size,
-                    run=Path(folder) / origin,
-                    progress=False,
-                )
+                data, run = trueup.Images(source, count=count), Path(folder) / origin
+                moments = measure(denoiser, data, run=run, progress=False)
                 for name, (family, estimator) in fits.items():
-                    calibration = trueup.fit(moments, family=family, estimator=estimator)
+                    calibration = fit(moments, family=family, estimator=estimator)
                     found[origin, count, name] = measured(calibration)
                 here = [found[origin, count, name] for name in fits]
                 rows.append(

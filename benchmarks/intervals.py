@@ -14,16 +14,15 @@ import argparse
 import torch
 
 from trueup.metrics import (
-    Estimate,
     GaussianStatistics,
     frechet,
     inception_score,
-    interval,
     kernel_distance,
-    paired_difference,
-    precision_recall,
+    precision,
+    recall,
     wasserstein,
 )
+from trueup.statistics import Number
 
 from common import table
 
@@ -34,12 +33,12 @@ def features(count: int, size: int, seed: int, shift: float, scale: float) -> to
     return (scale * torch.randn(count, size, generator=generator) @ mix + shift).clamp_min(0).double()
 
 
-def spread(estimates: list[Estimate]) -> list[str]:
-    values = torch.tensor([e.value for e in estimates], dtype=torch.float64)
-    intervals = [interval(e) for e in estimates]
-    errors = torch.tensor([error for _, _, error in intervals], dtype=torch.float64)
+def spread(found: list[Number]) -> list[str]:
+    values, errors = (
+        torch.tensor(v, dtype=torch.float64) for v in zip(*((n.value, n.error) for n in found), strict=True)
+    )
     middle = float(values.mean())
-    covered = sum(low <= middle <= high for low, high, _ in intervals) / len(intervals)
+    covered = sum(n.low <= middle <= n.high for n in found) / len(found)
     return [f"{float(errors.mean() / values.std()):.2f}", f"{100 * covered:.0f}%"]
 
 
@@ -55,10 +54,9 @@ def main() -> None:
         rows.append(["Fréchet", f"{count}", f"{size}", *spread([frechet(x, statistics) for x in draws])])
         if (count, size) == (512, 128):
             few = reference[:1000]
-            both = [precision_recall(few, x) for x in draws]
             found = {
-                "precision": [one for one, _ in both],
-                "recall": [other for _, other in both],
+                "precision": [precision(few, x) for x in draws],
+                "recall": [recall(few, x) for x in draws],
                 "KID": [kernel_distance(few, x) for x in draws],
                 "W1": [wasserstein(x[:, :3], few[:, :3]) for x in draws],
                 "Inception Score": [inception_score(3 * x[:, :10]) for x in draws],
@@ -68,15 +66,10 @@ def main() -> None:
                 0.9 * x + 0.1 * features(count, size, 10**4 + i, 0.0, 1.0) for i, x in enumerate(draws)
             ]
             pairs = [
-                paired_difference(frechet(x, statistics), frechet(y, statistics))
+                frechet(y, statistics).difference(frechet(x, statistics))
                 for x, y in zip(draws, changed, strict=True)
             ]
-            values, lows, highs, errors = (
-                torch.tensor(v, dtype=torch.float64) for v in zip(*pairs, strict=True)
-            )
-            covered = float(((lows <= values.mean()) & (values.mean() <= highs)).double().mean())
-            ratio = float(errors.mean() / values.std())
-            rows.append(["Fréchet, pairs", "512", "128", f"{ratio:.2f}", f"{100 * covered:.0f}%"])
+            rows.append(["Fréchet, pairs", "512", "128", *spread(pairs)])
     print(table(rows))
 
 

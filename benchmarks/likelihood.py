@@ -9,17 +9,19 @@ sampling of noise levels saves), `figure` (the paper's figure 1 and the uncalibr
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
 import numpy as np
 import torch
 
 import trueup
+from trueup import Images
+from trueup.estimate import fit
 from trueup.figure import draw
-from trueup.theory import martingale_check
+from trueup.statistics import Number
 
 import common
+from instruments import martingale_check
 
 PARTS = ("bound", "ode", "levels", "figure", "martingale")
 
@@ -43,12 +45,12 @@ def options():
     return p.parse_args()
 
 
-def cell(number, digits: int = 4) -> str:
+def cell(number: Number, digits: int = 4) -> str:
     return f"{number.value:.{digits}f} ± {number.reach:.{max(digits, 4)}f}"
 
 
-def change(number) -> str:
-    word = "" if number.low > 0 or number.high < 0 else ", within noise"
+def change(number: Number) -> str:
+    word = "" if number.sign else ", within noise"
     return f"{number.value:+.4f} ± {number.reach:.4f}{word}"
 
 
@@ -60,7 +62,7 @@ def main() -> None:
         name = path.rstrip("/").split("/")[-1].upper()
         denoiser = common.load_model(path, o)
         moments = common.measure(denoiser, images[: o.images], o)
-        calibrations = {family: trueup.fit(moments, family=family) for family in o.families}
+        calibrations = {family: fit(moments, family=family) for family in o.families}
         found = results.setdefault(name, {})
         print(f"\n## {name}", flush=True)
         if "bound" in o.part:
@@ -91,16 +93,8 @@ def bound(denoiser, calibrations, test, o) -> dict:
     found = {}
     for steps in (None, 1000):
         for family, calibration in calibrations.items():
-            r = trueup.likelihood(
-                denoiser,
-                test,
-                calibration,
-                images=o.bound_images,
-                steps=steps,
-                draws=o.draws,
-                batch_size=o.batch_size,
-                progress=False,
-            )
+            data = Images(test, count=o.bound_images)
+            r = trueup.likelihood(denoiser, data, calibration, steps=steps, draws=o.draws, progress=False)
             terms = [float(r.bits_per_dim(r.terms[n][0]).mean()) for n in ("prior", "diffusion", "decoder")]
             name = "continuous" if steps is None else f"{steps} steps"
             parts = [change(r.difference(n)) for n in ("diffusion", "decoder")]
@@ -122,13 +116,11 @@ def ode(denoiser, calibrations, test, o) -> dict:
             began = time.time()
             r = trueup.likelihood(
                 denoiser,
-                test,
+                Images(test, count=o.ode_images),
                 calibration,
                 method="ode",
-                images=o.ode_images,
                 tolerance=o.tolerance,
                 start=start,
-                batch_size=o.batch_size,
                 progress=False,
             )
             bias = ""
@@ -160,20 +152,16 @@ def levels(denoiser, test, o, images: int = 128, repeats: int = 24) -> dict:
         spread = {}
         for importance in (False, True):
             totals = [
-                float(
-                    trueup.likelihood(
-                        denoiser,
-                        test,
-                        images=images,
-                        draws=draws,
-                        importance=importance,
-                        seed=seed,
-                        batch_size=o.batch_size,
-                        progress=False,
-                    )
-                    .mean()
-                    .value
+                trueup.likelihood(
+                    denoiser,
+                    Images(test, count=images),
+                    draws=draws,
+                    importance=importance,
+                    seed=seed,
+                    progress=False,
                 )
+                .mean()
+                .value
                 for seed in range(repeats)
             ]
             spread[importance] = float(np.var(totals, ddof=1))
@@ -187,17 +175,17 @@ def levels(denoiser, test, o, images: int = 128, repeats: int = 24) -> dict:
 
 def score(denoiser, images, calibrations, o) -> dict:
     """The uncalibration score, and the curves of figure 1 from more images."""
-    many = trueup.fit(common.measure(denoiser, images[: o.held_out], o), family="spectral")
+    many = fit(common.measure(denoiser, images[: o.held_out], o), family="spectral")
     for name, calibration in {**calibrations, f"spectral, {o.held_out} images": many}.items():
         bits, share = calibration.uncalibration, calibration.uncalibration_share.scaled(100)
         print(f"{name}: uncalibration {cell(bits)} bits/dim, at least {share}% of the loss", flush=True)
     area = many.evidence.shift_bound_gain
     print(
-        f"area under the second curve (shift): {area[0]:.3g} nats ({area[1]:.3g} to {area[2]:.3g})",
+        f"area under the second curve (shift): {area.value:.3g} nats ({area.low:.3g} to {area.high:.3g})",
         flush=True,
     )
-    found = {name: dataclasses.asdict(c.uncalibration) for name, c in calibrations.items()}
-    return {**found, "area": area, "calibration": many}
+    found = {name: c.uncalibration.as_json() for name, c in calibrations.items()}
+    return {**found, "area": area.as_json(), "calibration": many}
 
 
 def martingale(denoiser, calibrations, test, o, images: int = 64) -> dict:
@@ -214,7 +202,7 @@ def martingale(denoiser, calibrations, test, o, images: int = 64) -> dict:
         rows.append(
             [str(s), str(t), *(f"{v.value:.4f} ({v.low:.4f} to {v.high:.4f})" for v in sides.values())]
         )
-        found[f"{s} {t}"] = {name: dataclasses.asdict(v) for name, v in sides.items()}
+        found[f"{s} {t}"] = {name: v.as_json() for name, v in sides.items()}
     print("|E[M_s | x_t] - M_t|^2 in units of |M_t|^2")
     print(common.table(rows), flush=True)
     return found

@@ -2,8 +2,8 @@
 
     python benchmarks/never_harm.py --model RAW EMA --data cifar10.npy
 
-For 20, 50 and 200 images, several disjoint sets each and both families: the loss removed on held-out images at
-every level it was measured at, and at random times over the whole process, half of them even in t and half
+For 20, 50 and 200 images, several disjoint sets each and both families: the loss removed on held-out images
+at every level it was measured at, and at random times over the whole process, half of them even in t and half
 even in lam. The last model is an exact denoiser (a Gaussian mixture), where anything removed is a mistake. A
 time counts as harmed when its loss rises by more than three standard errors of the held-out measurement.
 """
@@ -14,7 +14,7 @@ import torch
 
 import trueup
 from trueup.analytic import GaussianMixture
-from trueup.estimate import default_levels
+from trueup.estimate import default_levels, fit
 
 from common import finish, gains, load_images, load_model, measure, parser, table
 
@@ -33,7 +33,8 @@ def random_times(process: trueup.process.NoiseProcess, count: int, seed: int) ->
     share = torch.rand(2, count // 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     top, bottom = float(process.lam(process.t_min)), float(process.lam(process.t_max))
     even_in_t = process.t_min + share[0] * (process.t_max - process.t_min)
-    return torch.unique(process.snap(torch.cat([even_in_t, process.t_of_lam(bottom + share[1] * (top - bottom))])))
+    even_in_lam = process.t_of_lam(bottom + share[1] * (top - bottom))
+    return torch.unique(process.snap(torch.cat([even_in_t, even_in_lam])))
 
 
 def main() -> None:
@@ -47,9 +48,8 @@ def main() -> None:
     mixture, exact = exact_model()
     cases.append(("exact", exact, mixture))
     results = {}
-    rows = [
-        ["model", "images", "family", "where", "harmed", "worst", "of its loss", "total gain, worst and mean set"]
-    ]
+    head = ["model", "images", "family", "where", "harmed", "worst", "of its loss"]
+    rows = [[*head, "total gain, worst and mean set"]]
     for name, denoiser, source in cases:
         need = max(options.images) * options.repeats
         data = images if source is None else source.sample(need + options.held_out, seed=1)
@@ -65,7 +65,7 @@ def main() -> None:
                 part = data[repeat * count : (repeat + 1) * count]
                 moments = measure(denoiser, part, options, levels=where["levels"], seed=repeat)
                 for family, kept in fits.items():
-                    kept.append(trueup.fit(moments, family=family).correction)
+                    kept.append(fit(moments, family=family).correction)
             for family, corrections in fits.items():
                 for place, truth in held_out.items():
                     found = [gains(truth, correction.at(truth.lam)) for correction in corrections]

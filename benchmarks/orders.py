@@ -14,6 +14,8 @@ import tempfile
 import numpy as np
 
 import trueup
+from trueup.estimate import fit, measure
+from trueup.sampling import DPMSolver
 
 from common import Quality, change, comparison_parser, finish, load_model, numbers, plus_minus, table
 
@@ -30,23 +32,22 @@ def main() -> None:
     for path in options.model:
         denoiser = load_model(path, options)
         quality = Quality(denoiser, test)
-        settings = {"batch_size": options.batch_size, "progress": False}
         with tempfile.TemporaryDirectory() as run:
-            few = trueup.measure(denoiser, images, images=options.images, run=run, **settings)
-            spectral = trueup.fit(few)
-            plain_few = trueup.fit(few, family="shift", estimator="plain")
-            many = trueup.measure(denoiser, images, images=options.many, run=run, **settings)
+            few, many = (
+                measure(denoiser, trueup.Images(images, count=count), run=run, progress=False)
+                for count in (options.images, min(options.many, len(images)))
+            )
         calibrations = {
             "uncalibrated": None,
-            f"plain, {few.images:,}": plain_few,
-            f"plain, {many.images:,}": trueup.fit(many, family="shift", estimator="plain"),
-            f"spectral, {few.images:,}": spectral,
+            f"plain, {few.images:,}": fit(few, family="shift", estimator="plain"),
+            f"plain, {many.images:,}": fit(many, family="shift", estimator="plain"),
+            f"spectral, {few.images:,}": fit(few),
         }
         rows = [["order", "evaluations", *(f"FD {name}" for name in calibrations), "spectral's difference"]]
         entry = {}
         for order in options.orders:
             for nfe in options.nfe:
-                solver = trueup.DPMSolver(order, allocation="fixed")
+                solver = DPMSolver(order, allocation="fixed")
                 found = [
                     quality(denoiser, used, solver, nfe, options.samples, options.batch_size)[0]
                     for used in calibrations.values()
@@ -54,7 +55,7 @@ def main() -> None:
                 rows.append(
                     [
                         f"{order}",
-                        f"{solver.evaluations(nfe)}",
+                        f"{solver.evaluations(nfe, denoiser)}",
                         *map(plus_minus, found),
                         change(found[0], found[-1]),
                     ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 import trueup
+from trueup.sampling import as_solver
 
 from common import Quality, change, comparison_parser, finish, load_model, numbers, plus_minus, table
 
@@ -45,9 +46,7 @@ def main() -> None:
     for path in options.model:
         denoiser = load_model(path, options)
         denoiser.scheduler_config = None  # a plain scheduler for this noise, nothing clipped
-        calibration = trueup.calibrate(
-            denoiser, images, images=options.images, batch_size=options.batch_size, progress=False
-        )
+        calibration = trueup.calibrate(denoiser, trueup.Images(images, count=options.images), progress=False)
         quality = Quality(denoiser, test)
         rows = [["sampler", "evaluations", "FD before", "FD after", "difference", "W1 before", "W1 after"]]
         entry = {}
@@ -57,7 +56,7 @@ def main() -> None:
                     quality(denoiser, used, solver, nfe, options.samples, options.batch_size)
                     for used in (None, calibration)
                 )
-                made = trueup.sampling.as_solver(solver, denoiser).evaluations(nfe)
+                made = as_solver(solver, denoiser).evaluations(nfe, denoiser)
                 rows.append(
                     [
                         solver,

@@ -14,14 +14,16 @@ import torch
 from matplotlib.figure import Figure
 
 import trueup
-from trueup import theory
+from trueup import Images
 from trueup.analytic import GaussianMixture, KernelDensity
+from trueup.estimate import fit, measure
 from trueup.figure import curves
 from trueup.files import bundled
 from trueup.hf import as_denoiser
 from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow
 
 import common
+import instruments
 
 SHAPE = (1, 4, 4)
 BOTH = ("uncalibrated", "shift", "spectral")
@@ -43,7 +45,7 @@ def martingale(folder: Path) -> None:
     net = data.denoiser(process, dtype=torch.float64)
     biased = data.denoiser(process, dtype=torch.float64, distortion=lambda eps, u, lam: 0.2 + 0 * eps)
     t = torch.linspace(0.02, 1.0, 200, dtype=torch.float64)
-    found = theory.paths(net, data.sample(2000), t)
+    found = instruments.paths(net, data.sample(2000), t)
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(found.t, found.values[:, :25, 0], color="C0", alpha=0.35, linewidth=0.8)
@@ -53,15 +55,17 @@ def martingale(folder: Path) -> None:
     x0 = data.sample(200)
     rows = [["s", "exact network", "biased by 0.2", "shift removed again"]]
     calibration = trueup.calibrate(
-        biased, data.sample(400).float(), images=400, family="shift", progress=False
+        biased, Images(data.sample(400).float()), family="shift", trust=True, progress=False
     )
     places = (0.7, 0.5, 0.3, 0.1)
     shares: dict[str, list] = {"exact": [], "biased": [], "calibrated": []}
     for s in places:
-        shares["exact"].append(theory.martingale_check(net, x0, s, 0.8, draws=64, steps=40).share)
-        shares["biased"].append(theory.martingale_check(biased, x0, s, 0.8, draws=64, steps=40).share)
+        shares["exact"].append(instruments.martingale_check(net, x0, s, 0.8, draws=64, steps=40).share)
+        shares["biased"].append(instruments.martingale_check(biased, x0, s, 0.8, draws=64, steps=40).share)
         with trueup.attach(biased, calibration):
-            shares["calibrated"].append(theory.martingale_check(biased, x0, s, 0.8, draws=64, steps=40).share)
+            shares["calibrated"].append(
+                instruments.martingale_check(biased, x0, s, 0.8, draws=64, steps=40).share
+            )
         rows.append([str(s), *(f"{v[-1].value:.3f} ± {v[-1].reach:.3f}" for v in shares.values())])
     for name, values in shares.items():
         right.errorbar(places, [v.value for v in values], [v.reach for v in values], marker=".", label=name)
@@ -78,7 +82,7 @@ def concentration(folder: Path) -> None:
     """Azuma's and Doob's bounds beside what happens."""
     data, process = mixture(), ContinuousVP(t_min=0.02)
     t = torch.linspace(0.02, 1.0, 200, dtype=torch.float64)
-    found = theory.paths(data.denoiser(process, dtype=torch.float64), data.sample(4000), t)
+    found = instruments.paths(data.denoiser(process, dtype=torch.float64), data.sample(4000), t)
     level = torch.logspace(-0.5, 2.2, 60, dtype=torch.float64)
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     for axis, name in zip(figure.subplots(1, 2), ("doob", "azuma"), strict=True):
@@ -101,11 +105,11 @@ def dataset_bias(folder: Path) -> None:
     axis = figure.subplots()
     rows = [["images", "own: nats (interval)", "held out: nats (interval)"]]
     for colour, count in enumerate((20, 60, 200)):
-        ideal = KernelDensity.of(images, shape, images=count)
+        ideal = KernelDensity.of(images[:count], shape)
         net = ideal.denoiser(process)
         cells = []
-        for name, data in (("own", ideal.sample(1000, seed=1)), ("held out", images[200:])):
-            found = curves(trueup.calibrate(net, data, images=1000, data_range=(-1.0, 1.0), progress=False))
+        for name, data in (("own", images[:count]), ("held out", images[200:])):
+            found = curves(trueup.calibrate(net, Images(data, count=1000), trust=True, progress=False))
             value, low, high = (2 * found.size).clamp_min(1e-6)
             style = {"label": f"{count} images, {name}", "color": f"C{colour}"}
             axis.plot(process.lam(found.t), value, linestyle="--" if name == "own" else "-", **style)
@@ -124,19 +128,19 @@ def derivatives() -> None:
     """What a calibration does to the Jacobian of the bundled network's scores."""
     net = as_denoiser(bundled("bundled:raw"))
     images = np.load(bundled("bundled:images"))
-    moments = trueup.measure(net, images, images=100, progress=False)
+    moments = measure(net, Images(images, count=100), progress=False)
     x0 = torch.from_numpy(np.array(images[200])).reshape(net.shape).float() / 127.5 - 1
     noise = torch.randn(net.shape, generator=torch.Generator().manual_seed(0))
     rows = [["t", *(f"asymmetry, {name}" for name in BOTH), "change of the Jacobian: shift", "spectral"]]
-    fitted = {name: trueup.fit(moments, family=name) for name in BOTH[1:]}
+    fitted = {name: fit(moments, family=name) for name in BOTH[1:]}
     for t in (50, 400):
         x_t = float(net.process.alpha(t)) * x0 + float(net.process.sigma(t)) * noise
-        before = theory.jacobian(net, x_t, t)
-        found, moved = [theory.asymmetry(before)], []
+        before = instruments.jacobian(net, x_t, t)
+        found, moved = [instruments.asymmetry(before)], []
         for calibration in fitted.values():
             with trueup.attach(net, calibration):
-                after = theory.jacobian(net, x_t, t)
-            found.append(theory.asymmetry(after))
+                after = instruments.jacobian(net, x_t, t)
+            found.append(instruments.asymmetry(after))
             moved.append(float((after - before).norm() / before.norm()))
         rows.append([str(t), *(f"{v:.4f}" for v in found), *(f"{v:.2g}" for v in moved)])
     print(common.table(rows), flush=True)
@@ -159,8 +163,8 @@ def exact_likelihood() -> None:
         net = data.denoiser(process, kind, dtype=torch.float64)
         for tolerance in (1e-3, 1e-4, 1e-5):
             how = {"method": "ode", "trace": "exact", "tolerance": tolerance, "progress": False}
-            found = trueup.likelihood(net, x0, start="data", **how)
-            noisy = trueup.likelihood(net, x0, **how)
+            found = trueup.likelihood(net, Images(x0), start="data", **how)
+            noisy = trueup.likelihood(net, Images(x0), **how)
             error = (found.before - exact) / size
             apart = (noisy.before - exact) / size
             rows.append(
@@ -182,7 +186,8 @@ def coverage(repeats: int = 400) -> None:
     process = ContinuousVP()
     pattern = 0.3 * torch.linspace(-1, 1, 16).reshape(SHAPE)
     net = data.denoiser(process, distortion=lambda eps, u, lam: pattern.to(eps).expand_as(eps))
-    calibration = trueup.calibrate(net, data.sample(4000), images=4000, family="shift", progress=False)
+    net = net.with_batch_size(200)
+    calibration = trueup.calibrate(net, Images(data.sample(4000)), family="shift", trust=True, progress=False)
     lam = [float(process.lam(t)) for t in (process.t_min, process.t_max)]
     gain = (lam[0] - lam[1]) * float(pattern.double().square().sum())
     size = math.prod(SHAPE)
@@ -198,12 +203,10 @@ def coverage(repeats: int = 400) -> None:
         for repeat in range(repeats):
             found = trueup.likelihood(
                 net,
-                data.sample(images, seed=10_000 + repeat),
+                Images(data.sample(images, seed=10_000 + repeat)),
                 calibration,
-                images=images,
                 draws=draws,
                 seed=repeat,
-                batch_size=images,
                 progress=False,
             )
             scale = size * math.log(2)

@@ -21,6 +21,7 @@ import torch
 
 import trueup
 from trueup.denoiser import Denoiser
+from trueup.estimate import fit, measure
 from trueup.sampling import as_solver
 from trueup.sampling.schedulers import SchedulerSolver
 
@@ -40,12 +41,8 @@ class Setting:
         self.denoiser = load_model(path, options)
         self.denoiser.scheduler_config = None  # a plain scheduler for this noise, nothing clipped
         images, test = (np.load(file, mmap_mode="r") for file in (options.data, options.test))
-        moments = trueup.measure(
-            self.denoiser, images, images=options.images, batch_size=options.batch_size, progress=False
-        )
-        self.calibrations = {
-            family: trueup.fit(moments, family=family) for family in ("none", "shift", "spectral")
-        }
+        moments = measure(self.denoiser, trueup.Images(images, count=options.images), progress=False)
+        self.calibrations = {family: fit(moments, family=family) for family in ("none", "shift", "spectral")}
         self.quality = Quality(self.denoiser, test)
 
         self.eager = self.fast = self.denoiser.network.forward
@@ -61,7 +58,6 @@ class Setting:
             solver=solver,
             nfe=nfe,
             trajectories=trajectories or self.options.trajectories,
-            batch_size=self.options.batch_size,
             progress=False,
         )
 
@@ -124,7 +120,8 @@ def counts(setting: Setting, entry: dict) -> list[list[str]]:
                 row.append(setting.judge(made, solver, nfe))
             setting.denoiser.network.forward = setting.eager
             begun = time.perf_counter()
-            trueup.sample(setting.denoiser, 512, solver=solver, nfe=nfe, calibration=made, batch_size=512)
+            many = setting.denoiser.with_batch_size(512)
+            trueup.sample(many, 512, solver=solver, nfe=nfe, calibration=made)
             ratio = seconds[-1] / (time.perf_counter() - begun)
             rows.append([solver, f"{nfe}", *(plus_minus(cell[0]) for cell in row), f"{ratio:.2f}"])
             entry[f"{solver} {nfe}"] = [_numbers(cell) for cell in row]

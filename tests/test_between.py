@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from measuring import calibrate, fit, measure
 from trueup.bands import Bands
 from trueup.calibration.correction import LEVEL_SPACING, Correction
-from trueup.estimate.confirm import score
 from trueup.calibration.hook import CorrectOutput
+from trueup.estimate.confirm import score
 from trueup.process import ContinuousVP, DiscreteVP
 from trueup.statistics import mean_and_error
+
+from measuring import calibrate, fit, measure
 
 PROCESS = ContinuousVP()
 
@@ -88,7 +89,9 @@ def test_the_hook_follows_the_definition_at_every_time(mixture, levels):
     cal = calibrate(network, mixture.sample(100), levels=levels, batch_size=100)
     assert not cal.empty
     generator = torch.Generator().manual_seed(0)
-    t = PROCESS.t_min + (PROCESS.t_max - PROCESS.t_min) * torch.rand(64, generator=generator, dtype=torch.float64)
+    t = PROCESS.t_min + (PROCESS.t_max - PROCESS.t_min) * torch.rand(
+        64, generator=generator, dtype=torch.float64
+    )
     output, x_t = torch.randn(2, 64, *mixture.shape, generator=generator, dtype=torch.float64)
     expected = cal.correction.apply(output, x_t / PROCESS.sigma(t).reshape(-1, 1, 1, 1), PROCESS.lam(t))
     found = CorrectOutput(cal).correct(output, x_t, t)

@@ -323,8 +323,8 @@ def test_learned_variances_are_read_and_asked_for(images):
     )
     assert "learned_range" in learned.description
     assert not torch.allclose(learned.before, small.before)
+    plain = as_denoiser(tiny_unet(), scheduler=DDPMScheduler())
     with pytest.raises(trueup.TrueupError, match="no learned variance"):
-        plain = as_denoiser(tiny_unet(), scheduler=DDPMScheduler())
         trueup.likelihood(plain, two, steps=50, variance="learned_range", progress=False)
 
 

@@ -93,7 +93,7 @@ def test_numbers_of_other_libraries_are_plain_ones(tmp_path):
         {"a": {1, 2}},
         {"a": [[[[[[[[[[1]]]]]]]]]]},
     ],
-    ids=str,
+    ids=["nan", "inf", "huge", "not JSON's", "object", "set", "deep"],
 )
 def test_what_would_not_be_read_is_not_written(tmp_path, meta):
     with pytest.raises(ArtifactError, match="cannot write"):

@@ -271,7 +271,7 @@ def test_values_that_are_not_finite_are_named():
 
     net = trueup.Denoiser(network, ContinuousVP(), "noise", (1, 4, 4), data_range=None)
     with pytest.raises(trueup.TrueupError, match=r"not finite at t = 0.* on the path of image 0"):
-        trueup.likelihood(net, torch.randn(2, 1, 4, 4), method="ode", progress=False)
+        trueup.likelihood(net, Images(torch.randn(2, 1, 4, 4)), method="ode", progress=False)
 
 
 def test_a_tolerance_that_cannot_be_met_says_what_can(monkeypatch):

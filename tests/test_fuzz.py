@@ -16,7 +16,9 @@ from trueup.calibration import artifact
 from trueup.calibration.calibration import Calibration
 from trueup.calibration.hook import CorrectOutput
 from trueup.calibration.trajectory import Trajectory
-from trueup.errors import ArtifactError
+from trueup.errors import ArtifactError, TrueupError
+from trueup.estimate import fit, stored
+from trueup.estimate.moments import Moments
 
 from calibrations import make
 
@@ -115,7 +117,7 @@ def mutated(good, dice: random.Random):
     return meta, tensors
 
 
-def check_line(error: ArtifactError, name: str = "") -> None:
+def check_line(error: TrueupError, name: str = "") -> None:
     message = str(error)
     assert name in message
     assert message.isprintable(), message
@@ -206,6 +208,42 @@ def test_whoever_forges_the_identity_too_gets_a_correction_within_bounds_or_a_li
         assert torch.isfinite(corrected).all()
         for made in calibration.trajectories:
             assert torch.isfinite(made(0, x_t)).all()
+
+
+def test_signed_moments_are_refused_in_a_line_or_can_be_fitted():
+    """Of sums within their bounds nobody can tell that they are not those that were measured."""
+    generator = torch.Generator().manual_seed(0)
+    settings = {"parametrization": {"name": "noise"}, "model": "net", "binding": None, "seed": 0}
+    process = trueup.process.ContinuousVP()
+    moments = Moments.empty(process, [0.2, 0.6], (1, 2, 3), folds=8, provenance=settings)
+    index, x0 = torch.arange(30), torch.randn(30, 1, 2, 3, generator=generator)
+    moments.add_samples(index, x0, index)
+    for level, t in enumerate((0.2, 0.6)):
+        eps = torch.randn(x0.shape, generator=generator)
+        u = process.noised(x0, eps, t) / process.sigma(t)
+        moments.add(torch.full_like(index, level), index, 0.9 * eps + 0.1, eps, u)
+    meta, tensors = stored.pack(moments)
+    good, dice, loaded = (json.dumps(meta), tensors), random.Random(3), []
+
+    def read(meta, tensors):
+        files._check_values(meta)
+        return Moments(**stored.unpack(meta, tensors))
+
+    assert fit(read(json.loads(good[0]), tensors)).identity == fit(moments).identity
+    for _ in range(3000):
+        try:
+            loaded.append(quickly(read, *mutated(good, dice)))
+        except ArtifactError as error:
+            check_line(error)
+    assert len(loaded) > 50
+    for found in loaded[::10]:
+        try:
+            fitted = fit(found)
+        except TrueupError as error:  # a level or the settings it takes are gone
+            check_line(error)
+            continue
+        assert all(torch.isfinite(v).all() for v in (fitted.correction.b, fitted.correction.a))
+        assert all(text.isprintable() for text in fitted.summary().split("\n"))
 
 
 def test_the_file_around_it_is_read_the_same_way(good, tmp_path, monkeypatch):

@@ -83,7 +83,9 @@ def test_no_period_in_the_data_survives_the_dealing(period):
     """`index % 16` put labels that cycle with a period of 2, 4, 8 or 16 into folds of their own."""
     index = torch.arange(16 * 400)
     fold = fold_of(index, 16)
-    counts = torch.zeros(16, period).index_put_((fold, index % period), torch.ones(len(index)), accumulate=True)
+    counts = torch.zeros(16, period).index_put_(
+        (fold, index % period), torch.ones(len(index)), accumulate=True
+    )
     expected = len(index) / 16 / period
     # a chi-square of 15 (period - 1) degrees of freedom, or less: blocks are dealt without replacement
     chi2 = float(((counts - expected).square() / expected).sum())
@@ -243,7 +245,7 @@ def test_a_file_holds_all_of_it(tmp_path):
         moments.skipped,
         json.loads(json.dumps(moments.provenance)),
     )
-    more = again + filled(real=True, 10, seed=4, first=40, classes=(0, 1))
+    more = again + filled(10, seed=4, first=40, real=True, classes=(0, 1))
     assert more.images == 50
 
 

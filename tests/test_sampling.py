@@ -156,6 +156,15 @@ def test_somebody_elses_solver_works_by_name(halves):
         trueup.calibrate_sampler(denoiser, cal, solver="halves", nfe=2)
 
 
+def test_somebody_elses_solver_is_evaluated_by_name(halves):
+    denoiser, data = exact_for("discrete"), GAUSSIAN.sample(64)
+    cal = calibration_of(denoiser, data)
+    found = trueup.evaluate(
+        denoiser, cal, data, solvers=("halves",), nfe=(2,), samples=16, features="pixels", loss=False
+    )
+    assert [row.solver for row in found.rows] == ["halves"]
+
+
 def test_a_mistyped_name_is_understood():
     for typed, meant in (("dpm-solver3", "dpm-solver-3"), ("unipcc", "unipc"), ("dpmpp2m", "dpm++2m")):
         with pytest.raises(TrueupError, match=f"did you mean {meant.replace('+', '[+]')}"):
@@ -834,7 +843,7 @@ def test_two_at_once_are_refused(tmp_path):
 
 def test_generated_images_stand_in_for_data_and_the_calibration_says_so(tmp_path):
     mixture = GaussianMixture(torch.zeros(1, 1, 8, 8), 0.3)
-    denoiser = mixture.denoiser(VP, distortion=lambda eps, u, lam: 0 * eps + 0.4)
+    denoiser = mixture.denoiser(VP, distortion=lambda eps, u, lam: 0 * eps + 0.1)
     denoiser.data_range = (-1.0, 1.0)
     data = generate(denoiser, 60, nfe=12, folder=tmp_path / "g")
     assert data.images.dtype == torch.uint8
@@ -848,8 +857,8 @@ def test_generated_images_stand_in_for_data_and_the_calibration_says_so(tmp_path
     assert "model's own samples" in cal.summary()
     cal.save(tmp_path / "c.trueup.safetensors")
     assert trueup.load(tmp_path / "c.trueup.safetensors").generated == cal.generated
-    # Where little is left of the images, any will do to see that eps is off by 0.4.
-    assert float(cal.correction.shift_map()[-1].mean()) == pytest.approx(0.4, abs=0.05)
+    # Where little is left of the images, any will do to see that eps is off by 0.1.
+    assert float(cal.correction.shift_map()[-1].mean()) == pytest.approx(0.1, rel=0.2)
 
 
 def test_a_mistake_makes_no_folder(tmp_path):

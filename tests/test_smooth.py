@@ -1,16 +1,18 @@
 """The fit is a smooth function of its moments: rounding in the sums is rounding in the correction."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
-from measuring import fit, measure
 from trueup.estimate.confirm import score
 from trueup.estimate.moments import SUMS
 from trueup.files import bundled
 from trueup.process import ContinuousVP
+
+from measuring import fit, measure
 
 PROCESS = ContinuousVP()
 LEVELS = [0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8]
@@ -95,7 +97,7 @@ def test_nothing_jumps_on_the_way_from_one_network_to_another(measured, family, 
     shares = torch.linspace(0, 1, 33, dtype=torch.float64).tolist()
     fits = [at(share) for share in shares]
     empty = [fit.empty for fit in fits]
-    steps = [difference(ends[0], *pair) for pair in zip(fits, fits[1:], strict=False)]
+    steps = [difference(ends[0], *pair) for pair in pairwise(fits)]
     if start == 0.0:
         assert empty[0]
         assert not empty[-1]
@@ -112,7 +114,7 @@ def test_nothing_jumps_on_the_way_from_one_network_to_another(measured, family, 
                 high, fit_high = middle, fit_middle
             else:
                 low, fit_low = middle, fit_middle
-        # The last step is 3e-8 long; the loss may grow a hundredfold along the way, so in units of its change:
+        # The last step is 3e-8 long; the loss may grow a hundredfold on the way, so in units of its change:
         # a ramp at a threshold is steep, but a jump would be 1e4 times steeper than this.
         change = fit_high.evidence.loss.value / fit_low.evidence.loss.value - 1
         assert max(halves) < 500 * (float(change.abs().max()) + 3e-8)

@@ -206,10 +206,10 @@ class Folder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._handle = _lock(self.path)
+            for leftover in self.path.glob(f".*.tmp-{'[0-9a-f]' * 8}") if clean else ():
+                leftover.unlink(missing_ok=True)
         except OSError as error:
             raise TrueupError(f"cannot use {self.path}: {error.strerror or error}") from None
-        for leftover in self.path.glob(".*.tmp-*") if clean else ():
-            leftover.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Let others use it; done by itself when the process ends, however it does."""

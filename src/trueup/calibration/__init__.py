@@ -1,6 +1,6 @@
 """A calibration: the correction and its evidence, its file, and how it is put on a model."""
 
-from trueup.calibration.attach import Attachment, as_calibration, attach, detach
+from trueup.calibration.attachment import Attachment, as_calibration, attach, detach
 from trueup.calibration.calibration import Calibration, load
 from trueup.calibration.correction import Correction
 from trueup.calibration.evidence import Evidence

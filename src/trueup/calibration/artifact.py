@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ def _fields(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
         _bounds(levels, channels, size, bands.count, len(coefficients), digests.numel()),
     )
     check_intervals({name: [tensors[f"{name}.{part}"] for part in ("low", "high")] for name in _BY_LEVEL})
-    _check_provenance(provenance)
+    check_provenance(provenance)
     process, lam = from_settings(part(provenance, "process", dict)), tensors["lam"]
     if process.integer_times and not process.t_max - process.t_min <= 1e5:
         raise ArtifactError(f"its noise process has {process.t_max:g} timesteps")
@@ -215,7 +216,7 @@ def _bounds(
     }
 
 
-def _check_provenance(provenance: dict[str, Any]) -> None:
+def check_provenance(provenance: Mapping[str, Any]) -> None:
     """Raise for what attaching, inspecting or measuring again could not use."""
     Parametrization(**part(provenance, "parametrization", dict))
     given = {name: value for name, value in provenance.items() if value is not None}

@@ -162,9 +162,10 @@ def _collect(
     parts: list[dict[str, Tensor]] = []
     done = 0 if kept is None else kept.done
     done = done if expected is None else min(done, expected)
-    seen, at_once = 0, denoiser.batch_size
+    seen = 0
+    at_once: int | None = denoiser.batch_size
     size = (
-        at_once if samples.indexed else max(at_once, _LOOKED_AT)
+        denoiser.batch_size if samples.indexed else max(denoiser.batch_size, _LOOKED_AT)
     )  # a stream's first must be at hand at once
     with Progress(expected, "likelihood", unit="image", done=done, show=progress) as bar:
         if samples.indexed:
@@ -202,7 +203,8 @@ def _work(
     """What to do with rows of a batch: measure both sides, telling how far it got."""
 
     def measure(part: slice) -> dict[str, Tensor]:
-        rows, found, first = batch.rows(part), {}, bar.done
+        rows, first = batch.rows(part), bar.done
+        found: dict[str, Tensor] = {}
         for turn, side in enumerate(sides.names):
 
             def advance(share: Tensor, turn: int = turn) -> None:

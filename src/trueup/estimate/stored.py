@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trueup.bands import Bands
+from trueup.calibration.artifact import check_provenance
 from trueup.errors import ArtifactError, TrueupError
 from trueup.files import line
 from trueup.process import from_settings
@@ -101,6 +102,7 @@ def _fields(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def _check_levels(provenance: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    check_provenance(provenance)
     process, t = from_settings(provenance["process"]), tensors["t"]
     if len(t) > 1 and not (t.diff() > 0).all():
         raise ArtifactError("t: its noise levels are out of order")

@@ -79,7 +79,8 @@ class StateMoments:
         weight = self.rows.clone()
         if without is not None:
             weight[without] = 0
-        return torch.tensordot(weight / weight.sum(), values, 1)
+        mean: Tensor = torch.tensordot(weight / weight.sum(), values, 1)
+        return mean
 
 
 @dataclass(eq=False, repr=False)

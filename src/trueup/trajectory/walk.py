@@ -14,7 +14,6 @@ from trueup.errors import ModelError, TrueupError
 from trueup.noise import normal
 from trueup.progress import Progress
 from trueup.sampling.draw import STARTING_NOISE, count_evaluations, draw, network_for
-from trueup.sampling.network import Network
 from trueup.sampling.solver import Solver
 from trueup.trajectory.fitting import Miss, StateMoments, Target, measure
 from trueup.trajectory.marginals import Marginals
@@ -38,13 +37,23 @@ class Walk:
         guidance: float = 1.0,
         progress: bool | None = None,
     ):
+        if not isinstance(trajectories, int) or isinstance(trajectories, bool) or trajectories < FEWEST:
+            raise TrueupError(f"moments need {FEWEST} trajectories or more, not {trajectories!r}")
+        if solver.adaptive:
+            raise TrueupError(
+                f"{solver.name} chooses its own steps: trajectories are of a fixed number of evaluations"
+            )
         self.denoiser, self.solver, self.nfe = denoiser, solver, nfe
         self.marginals, self.progress = marginals, progress
-        self.network, self.states = network_and_states(
-            denoiser, solver, nfe, trajectories=trajectories, labels=labels, guidance=guidance
-        )
+        self.network = network_for(denoiser, labels, guidance)
         self.index = torch.arange(trajectories)
-        self.evaluations = count_evaluations(solver, nfe, denoiser, self.network.y) or 0
+        y = self.network.y
+        if y is not None:  # every label as often, or labels from everywhere
+            count = len(y)
+            y = y[self.index % count if count <= trajectories else self.index * count // trajectories]
+            self.network.y = y
+        self.evaluations = count_evaluations(solver, nfe, denoiser, y) or 0
+        self.states: States = solver.states(denoiser, nfe, y)
 
     def target(self, i: int) -> Target:
         """The moments state i should have."""
@@ -82,28 +91,3 @@ class Walk:
         self.noise = self.marginals.bands.dct(start.double()).flatten(2)  # (n, C, K)
         with Progress(self.evaluations * len(self.index), description, show=self.progress) as bar:
             draw(self.solver, self.network, self.index, seed, self.nfe, bar, adjust)
-
-
-def network_and_states(
-    denoiser: Denoiser,
-    solver: Solver,
-    nfe: int,
-    *,
-    trajectories: int = TRAJECTORIES,
-    labels: Any = None,
-    guidance: float = 1.0,
-) -> tuple[Network, States]:
-    """A network ready to sample so many trajectories, and the states it will go through; or what is wrong."""
-    if not isinstance(trajectories, int) or isinstance(trajectories, bool) or trajectories < FEWEST:
-        raise TrueupError(f"moments need {FEWEST} trajectories or more, not {trajectories!r}")
-    if solver.adaptive:
-        raise TrueupError(
-            f"{solver.name} chooses its own steps: trajectories are of a fixed number of evaluations"
-        )
-    network = network_for(denoiser, labels, guidance)
-    if network.y is not None:
-        count = len(network.y)
-        turn = torch.arange(trajectories)  # every label as often, or labels from everywhere
-        network.y = network.y[turn % count if count <= trajectories else turn * count // trajectories]
-    count_evaluations(solver, nfe, denoiser, network.y)
-    return network, solver.states(denoiser, nfe, network.y)

@@ -15,13 +15,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trueup.denoiser import Denoiser
-from trueup.density.flow import with_divergence
+from trueup.density.flow import as_fed, with_divergence
 from trueup.errors import TrueupError
 from trueup.hf import as_denoiser
 from trueup.noise import normals
 from trueup.statistics import Number
-from trueup.process import NoiseProcess
-from trueup.sampling.network import takes_whole_times_only
 
 _REVERSE_KEY = 0x72657665727365
 _PATH_KEY = 0x70617468
@@ -30,9 +28,9 @@ _PATH_KEY = 0x70617468
 def martingale(denoiser: Denoiser, x_t: Tensor, t: Tensor | float, y: Tensor | None = None) -> Tensor:
     """M_t = alpha_t · score at x_t, (B, *shape), float64."""
     times = torch.as_tensor(t, dtype=torch.float64).expand(len(x_t))
-    eps = _eps(denoiser, x_t, times, y)
-    axes = (-1, *[1] * (x_t.ndim - 1))
-    return -denoiser.process.lam(times).exp().reshape(axes).to(eps.device) * eps.double()
+    eps = _eps(denoiser, x_t, times, y).double()
+    alpha, sigma = denoiser.process.scales(times, eps)
+    return -alpha / sigma * eps
 
 
 @dataclass
@@ -84,8 +82,7 @@ def martingale_check(
     index = torch.arange(len(x0))
     keys = torch.arange(draws * steps + 1) + _REVERSE_KEY
     noise = normals(seed, index, keys[:1], denoiser.shape, denoiser.device)[0]
-    x0 = x0.to(denoiser.device)
-    x_t = float(process.alpha(t)) * x0 + float(process.sigma(t)) * noise.to(x0)
+    x_t = process.noised(x0.to(denoiser.device), noise.to(x0), t)
     with denoiser.evaluating():
         start = martingale(denoiser, x_t, t, y).flatten(1)  # (B, D)
         # |mean of draws - start|^2 without the noise of the mean: half against half of independent draws.
@@ -123,7 +120,7 @@ def reverse(
     for i in range(steps):
         alpha_t, alpha_s = float(process.alpha(times[i])), float(process.alpha(times[i + 1]))
         sigma_t, sigma_s = float(process.sigma(times[i])), float(process.sigma(times[i + 1]))
-        eps = _eps(denoiser, x, times[i].expand(len(x)), y).double()
+        eps = _eps(denoiser, x, times[i], y).double()
         x0 = (x - sigma_t * eps) / alpha_t
         kept = (sigma_s * alpha_t / (alpha_s * sigma_t)) ** 2  # exp(-2 h) of the noise stays
         noise = normals(seed, index, keys[i : i + 1], denoiser.shape, denoiser.device)[0].double()
@@ -188,10 +185,9 @@ def paths(model: Any, x0: Tensor, t: Tensor, *, y: Tensor | None = None, seed: i
 def jacobian(model: Any, x_t: Tensor, t: float, y: Tensor | None = None) -> Tensor:
     """d eps_hat / d x_t of one sample x_t (*shape), (D, D)."""
     denoiser = as_denoiser(model)
-    times = torch.full((1,), float(t), dtype=torch.float64)
     with denoiser.evaluating():
         rows: Tensor = torch.autograd.functional.jacobian(
-            lambda x: _eps(denoiser, x[None], times, y)[0], x_t.to(denoiser.device)
+            lambda x: _eps(denoiser, x[None], t, y)[0], x_t.to(denoiser.device)
         )
     size = x_t.numel()
     return rows.reshape(size, size).double()
@@ -209,11 +205,10 @@ def asymmetry(matrix: Tensor) -> float:
 def trace_gradient(model: Any, x_t: Tensor, t: float, y: Tensor | None = None) -> Tensor:
     """Gradient in x_t (*shape) of the trace of d eps_hat / d x_t: the third order term of appendix A.4."""
     denoiser = as_denoiser(model)
-    times = torch.full((1,), float(t), dtype=torch.float64)
     # Attention's fast kernels have no second derivative.
     with denoiser.evaluating(), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         x = x_t.to(denoiser.device)[None].detach().requires_grad_(True)
-        eps = _eps(denoiser, x, times, y)
+        eps = _eps(denoiser, x, t, y)
         trace = torch.zeros((), dtype=eps.dtype, device=eps.device)
         for i in range(x_t.numel()):
             (row,) = torch.autograd.grad(eps.flatten()[i], x, create_graph=True)
@@ -225,19 +220,10 @@ def trace_gradient(model: Any, x_t: Tensor, t: float, y: Tensor | None = None) -
 def divergence(model: Any, x_t: Tensor, t: Tensor | float, y: Tensor | None = None) -> Tensor:
     """Trace of d eps_hat / d x_t of every row, exactly, (B,)."""
     denoiser = as_denoiser(model)
-    times = torch.as_tensor(t, dtype=torch.float64).expand(len(x_t))
     with denoiser.evaluating():
-        return with_divergence(lambda x: _eps(denoiser, x, times, y), x_t.to(denoiser.device), None)[1]
+        return with_divergence(lambda x: _eps(denoiser, x, t, y), x_t.to(denoiser.device), None)[1]
 
 
-def _eps(denoiser: Denoiser, x_t: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
+def _eps(denoiser: Denoiser, x_t: Tensor, t: Tensor | float, y: Tensor | None) -> Tensor:
     """The noise a network finds, in float32 or finer, on its device."""
-    process: NoiseProcess = denoiser.process
-    x = x_t.to(denoiser.device, torch.float64 if denoiser.dtype == torch.float64 else torch.float32)
-    axes = (-1, *[1] * (x.ndim - 1))
-    alpha, sigma = (v.to(x).reshape(axes) for v in (process.alpha(t), process.sigma(t)))
-    whole = takes_whole_times_only(denoiser, y) or (process.integer_times and bool((t == t.round()).all()))
-    times = (t.round() if whole else t).to(x.device, torch.int64 if whole else torch.float32)
-    output = denoiser(x, times, y)
-    output = output if output.dtype == torch.float64 else output.float()
-    return denoiser.parametrization.to_eps(output, x.to(output), alpha.to(output), sigma.to(output))
+    return denoiser.eps(as_fed(denoiser, x_t.to(denoiser.device)), t, y)
