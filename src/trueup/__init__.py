@@ -47,7 +47,7 @@ __all__ = ["__version__", *_HOME, "process"]
 
 if TYPE_CHECKING:
     from trueup import process as process
-    from trueup.calibration.attach import attach as attach
+    from trueup.calibration import attach as attach
     from trueup.calibration import load as load
     from trueup.denoiser import Denoiser as Denoiser
     from trueup.density import likelihood as likelihood
