@@ -28,6 +28,7 @@ def here(tmp_path, monkeypatch):
     for k, picture in enumerate(np.random.default_rng(0).integers(0, 256, (24, 8, 8, 3), dtype=np.uint8)):
         Image.fromarray(picture).save(tmp_path / "my-images" / f"{k}.png")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     # The networks on these pages were never trained, and would be refused for it.
     monkeypatch.setattr("trueup.estimate.measuring.check_use", lambda *_: None)
     return tmp_path
