@@ -75,7 +75,7 @@ def test_two_processes_do_not_share_a_run(mixture, tmp_path):
 
 
 def test_leftovers_of_a_killed_process_are_removed(mixture, tmp_path):
-    leftover = tmp_path / ".checkpoint.safetensors.tmp-abc"
+    leftover = tmp_path / ".checkpoint.safetensors.tmp-0123abcd"
     leftover.write_bytes(b"half")
     measure(off(mixture), mixture.sample(4), run=tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint.safetensors"]
