@@ -27,10 +27,11 @@ def fused():
 def kernel(fused, hook, output, x_t, t):
     """What the hook would hand the kernel."""
     tables = hook._tables(DEVICE, torch.float32)
-    node = hook._node(t, len(output), tables)
-    constant, gains = tables.weights[node] @ tables.constant, tables.gain_weights[node] @ tables.gains
+    knots = tables.knots[hook._node(t, len(output), tables)]
     assert fused.fits(output, x_t)
-    return fused.correct(output, x_t, constant, gains, tables.bands, tables.forward).cpu()
+    return fused.correct(
+        output, x_t, knots, tables.constant, tables.slopes, tables.bands, tables.forward
+    ).cpu()
 
 
 def operations(hook, output, x_t, t):
@@ -119,10 +120,11 @@ def test_a_size_the_gpu_cannot_hold_is_left_to_the_operations(fused, monkeypatch
 
     monkeypatch.setattr(fused, "_correct", Fails())
     image, matrices = torch.zeros(1, 1, 8, 8, device=DEVICE), [torch.eye(8, device=DEVICE)] * 2
-    constant, gains = torch.zeros(1, 64, device=DEVICE), torch.zeros(1, 2, device=DEVICE)
+    sizes = ((1, 6), (2, 64), (2, 2))
+    knots, constant, slopes = (torch.zeros(*size, device=DEVICE) for size in sizes)
     bands = torch.zeros(64, dtype=torch.int32, device=DEVICE)
     assert fused.fits(image, image)
-    assert fused.correct(image, image, constant, gains, bands, matrices) is None
+    assert fused.correct(image, image, knots, constant, slopes, bands, matrices) is None
     assert not fused.fits(image, image)
     fused._TOO_LARGE.clear()
 

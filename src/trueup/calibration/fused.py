@@ -29,8 +29,9 @@ def _dct(image, left, right):  # type: ignore[no-untyped-def]
 def _correct(  # type: ignore[no-untyped-def]
     output_at,
     x_at,
+    knots_at,
     constant_at,
-    gains_at,
+    slopes_at,
     bands_at,
     left_at,
     right_at,
@@ -38,8 +39,7 @@ def _correct(  # type: ignore[no-untyped-def]
     channels,
     output_stride,
     x_stride,
-    constant_stride,
-    gains_stride,
+    knots_stride,
     bands,
     height,
     width,
@@ -60,14 +60,23 @@ def _correct(  # type: ignore[no-untyped-def]
     left = tl.load(left_at + i * height + down, mask=(i < box_height) & (down < height), other=0.0)
     right = tl.load(right_at + across * width + j, mask=(across < box_width) & (j < width), other=0.0)
 
-    place = i * box_width + j
-    used = (i < box_height) & (j < box_width)
+    knot = knots_at + image * knots_stride
+    near, far = tl.load(knot + 1), tl.load(knot + 2)  # shares of the level before and of the next
+    entry = tl.load(knot).to(tl.int64) * channels + channel
+    place, used = i * box_width + j, (i < box_height) & (j < box_width)
     size = box_height * box_width
-    constant = tl.load(constant_at + image * constant_stride + channel * size + place, mask=used, other=0.0)
+    before = constant_at + entry * size + place
+    after = before + channels * size
+    constant = near * tl.load(before, mask=used, other=0.0) + far * tl.load(after, mask=used, other=0.0)
+    constant = tl.load(knot + 3) * constant
     band = tl.load(bands_at + place, mask=used, other=0)
-    gain = gains_at + image * gains_stride + channel * 2 * bands + band
-    on_output = tl.load(gain, mask=used, other=0.0)
-    on_input = tl.load(gain + bands, mask=used, other=0.0)
+    before = slopes_at + entry * 2 * bands + band
+    after = before + channels * 2 * bands
+    a = near * tl.load(before, mask=used, other=0.0) + far * tl.load(after, mask=used, other=0.0)
+    d = near * tl.load(before + bands, mask=used, other=0.0) + far * tl.load(
+        after + bands, mask=used, other=0.0
+    )
+    on_output, on_input = a, tl.load(knot + 4) * a + tl.load(knot + 5) * d
 
     delta = constant + on_output * _dct(wide, left, right) + on_input * _dct(x, left, right)
     back = _dct(delta, tl.trans(left), tl.trans(right))
@@ -101,12 +110,17 @@ def _images_are_contiguous(x: Tensor) -> bool:
 
 
 def correct(
-    output: Tensor, x_t: Tensor, constant: Tensor, gains: Tensor, bands: Tensor, matrices: list[Tensor]
+    output: Tensor,
+    x_t: Tensor,
+    knots: Tensor,
+    constant: Tensor,
+    slopes: Tensor,
+    bands: Tensor,
+    matrices: list[Tensor],
 ) -> Tensor | None:
     """The corrected output, or None where this GPU cannot hold an image of that size.
 
-    constant (B or 1, C * box), gains (B or 1, C * 2 * bands) on output and input, bands (box): each
-    coefficient's band.
+    knots (B or 1, 6), constant (R, C * box), slopes (R, C * 2 * bands), bands (box): as the hook has them.
     """
     batch, channels, height, width = output.shape
     left, right = matrices  # (box, pixels) each
@@ -115,13 +129,14 @@ def correct(
         output.is_cuda and output.device.index != torch.cuda.current_device()
     ):  # Triton launches on the current one
         with torch.cuda.device(output.device):
-            return correct(output, x_t, constant, gains, bands, matrices)
+            return correct(output, x_t, knots, constant, slopes, bands, matrices)
     kernel: Any = _correct[(batch, channels)]
     arguments = (
         output,
         x_t,
+        knots,
         constant,
-        gains,
+        slopes,
         bands,
         left,
         right,
@@ -129,9 +144,8 @@ def correct(
         channels,
         output.stride(0),
         x_t.stride(0),
-        0 if len(constant) == 1 else constant.stride(0),
-        0 if len(gains) == 1 else gains.stride(0),
-        gains.shape[1] // (2 * channels),
+        0 if len(knots) == 1 else knots.stride(0),
+        slopes.shape[1] // (2 * channels),
         height,
         width,
         left.shape[0],
@@ -149,9 +163,9 @@ def correct(
 def works(device: torch.device) -> bool:
     """Whether a kernel can be built and run here: that takes a C compiler and a GPU Triton knows."""
     try:
-        image, zero = torch.zeros(1, 1, 2, 2, device=device), torch.zeros(1, 4, device=device)
+        image, zero = torch.zeros(1, 1, 2, 2, device=device), torch.zeros(2, 6, device=device)
         bands = torch.zeros(4, dtype=torch.int32, device=device)
-        correct(image, image, zero, zero, bands, [torch.eye(2, device=device)] * 2)
+        correct(image, image, zero[:1], zero[:, :4], zero[:, :2], bands, [torch.eye(2, device=device)] * 2)
     except Exception:  # whatever it is, the operations do the same
         return False
     return True

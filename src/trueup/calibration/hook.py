@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trueup.bands import along_last_axes, dct_matrix
 from trueup.calibration.calibration import Calibration
-from trueup.calibration.correction import interpolation_weights, refinement
+from trueup.calibration.correction import level_position, refinement
 from trueup.denoiser import Binding, prediction
 from trueup.errors import AttachError, MismatchError
 
@@ -24,14 +24,13 @@ _NODES = 8192  # times at which the interpolation is tabulated; a row uses the n
 
 
 class _Tables(NamedTuple):
-    """What a correction needs, on one device: a row of `weights` at a time's node, times the tables."""
+    """What a correction needs, on one device."""
 
     boundaries: Tensor  # between neighbouring nodes
     whole_boundaries: Tensor  # the same for whole times
-    weights: Tensor  # (N, R) of the constant part
+    knots: Tensor  # (N, 6) at each node: the level before, the shares of it and the next, three factors
     constant: Tensor  # (R, C * box) in the DCT, or (R, C * pixels) where nothing else is corrected
-    gain_weights: Tensor  # (N, 3 R)
-    gains: Tensor  # (3 R, C * 2 * bands), on output and input
+    slopes: Tensor  # (R, C * 2 * bands), a and d
     bands: Tensor  # (box,) each coefficient's band
     forward: list[Tensor]  # the DCT's matrices
     backward: list[Tensor]
@@ -41,9 +40,9 @@ class _Tables(NamedTuple):
 class CorrectOutput:
     """A forward hook, or what a `Denoiser` corrects its network's output with.
 
-    Everything that depends on the time is tabulated once: a row's correction is a weighted sum of table
-    rows, two small matrix products, and the conversion between eps and the network's own output is folded
-    into the weights (equation 28). binding: where the network's call holds x_t and t.
+    What depends on the time is tabulated once: at a node, between which two levels it lies, and what the
+    conversion between eps and the network's own output multiplies them with (equation 28). binding: where the
+    network's call holds x_t and t.
     """
 
     corrects_output = True
@@ -94,26 +93,31 @@ class CorrectOutput:
     def _correct(self, output: Tensor, x_t: Tensor, t: Any) -> Tensor:
         dtype = _wide(output.dtype)
         tables = self._tables(output.device, dtype)
-        node = self._node(t, len(output), tables)
-        constant = tables.weights[node] @ tables.constant  # (B or 1, C * box)
-        wide = output.to(dtype)
-        if self.constant_only:
-            return (wide - constant.view(-1, *self.shape)).to(output.dtype)
-        gains = tables.gain_weights[node] @ tables.gains  # (B or 1, C * 2 * bands)
+        knots = tables.knots[self._node(t, len(output), tables)]  # (B or 1, 6)
         if tables.fused and not torch.compiler.is_compiling() and tables.fused.fits(output, x_t):
             made: Tensor | None = tables.fused.correct(
-                output, x_t, constant, gains, tables.bands, tables.forward
+                output, x_t, knots, tables.constant, tables.slopes, tables.bands, tables.forward
             )
             if made is not None:
                 return made
+        wide, (left, near, far, on_b, on_x, on_u) = (
+            output.to(dtype),
+            knots[..., None].unbind(1),
+        )  # (B, 1) each
+        row = left[:, 0].long()
+        constant = on_b * (near * tables.constant[row] + far * tables.constant[row + 1])  # (B, C * box)
+        if self.constant_only:
+            return (wide - constant.view(-1, *self.shape)).to(output.dtype)
+        slopes = near * tables.slopes[row] + far * tables.slopes[row + 1]
+        a, d = slopes.view(len(slopes), self.shape[0], 2, -1)[..., tables.bands].unbind(2)  # (B, C, box)
         z = along_last_axes(torch.stack([wide, x_t.to(wide)], 2), tables.forward)  # (B, C, 2, *box)
-        channels, box = self.shape[0], z.shape[3:]
-        each = gains.view(len(gains), channels, 2, -1)[..., tables.bands].view(-1, channels, 2, *box)
-        delta = constant.view(-1, channels, *box) + (each * z).sum(2)
-        return (wide - along_last_axes(delta, tables.backward)).to(output.dtype)
+        output_z, input_z = z.flatten(3).unbind(2)
+        delta = constant.view_as(a) + a * output_z + (on_x[..., None] * a + on_u[..., None] * d) * input_z
+        back = along_last_axes(delta.view(-1, *z.shape[1:2], *z.shape[3:]), tables.backward)
+        return (wide - back).to(output.dtype)
 
     def _node(self, t: Any, batch: int, tables: _Tables) -> Any:
-        """The rows of the table at each row's time. Never waits for the device."""
+        """The node of each row's time. Never waits for the device."""
         if torch.compiler.is_compiling():  # which cannot follow a bisection
             t = torch.as_tensor(t)
         elif not isinstance(t, Tensor) or (t.numel() == 1 and t.device.type == "cpu"):
@@ -143,37 +147,34 @@ class CorrectOutput:
         process, parametrization = self.calibration.process, self.calibration.parametrization
         correction = self.calibration.correction.refined()
         alpha, sigma = process.alpha(self.nodes), process.sigma(self.nodes)
-        weights = interpolation_weights(correction.lam, process.lam(self.nodes))  # (N, R)
         k_output = parametrization.deps_doutput(alpha, sigma)  # eps_hat = k_output output + k_input x_t
         p, q = parametrization.coefficients(alpha, sigma)
         k_input = -p / (alpha * q - sigma * p)
-        band_of = torch.zeros(0)
-        gain_weights, gains, matrices = band_of, band_of, []
+        position = level_position(correction.lam, process.lam(self.nodes))
+        left = position.floor().clamp_max(len(correction.lam) - 2)
+        far = position - left
+        # On the constant; on x_t through the output's conversion; on x_t itself.
+        factors = (1 / k_output, k_input / k_output, 1 / (k_output * sigma))
+        knots = torch.stack([left, 1 - far, far, *factors], 1)
+        none, matrices = torch.zeros(0), []
+        slopes, band_of = none, none
         if self.constant_only:
             constant = correction.shift_map().flatten(1)  # (R, C * pixels)
         else:
             bands, a, d = correction.bands, correction.a, correction.d
-            used = (correction.b != 0) | (bands.spread(a) != 0) | (bands.spread(d) != 0)
-            box = _box(used, self.spatial)
+            box = _box((correction.b != 0) | (bands.spread(a) != 0) | (bands.spread(d) != 0), self.spatial)
             constant = _crop(correction.b, self.spatial, box).flatten(1)
-            band_of = _crop(bands.index.flatten(), self.spatial, box).flatten()
-            zero = torch.zeros_like(a)
-            # On the output; on x_t through the output's conversion; on x_t itself.
-            parts = [
-                (weights, (a, zero)),
-                (weights * (k_input / k_output)[:, None], (zero, a)),
-                (weights / (k_output * sigma)[:, None], (zero, d)),
-            ]
-            gain_weights = torch.cat([w for w, _ in parts], 1)
-            gains = torch.cat([torch.stack(pair, 2).flatten(1) for _, pair in parts])  # (3 R, C * 2 * bands)
+            slopes, band_of = (
+                torch.stack([a, d], 2).flatten(1),
+                _crop(bands.index.flatten(), self.spatial, box),
+            )
             matrices = [dct_matrix(n)[:k].to(device, dtype) for n, k in zip(self.spatial, box, strict=True)]
         return _Tables(
             self.boundaries.to(device, dtype),
             self.boundaries.floor().to(device, torch.int64),  # for whole t the same comparison
-            (weights / k_output[:, None]).to(device, dtype),
+            knots.to(device, dtype),
             constant.to(device, dtype),
-            gain_weights.to(device, dtype),
-            gains.to(device, dtype),
+            slopes.to(device, dtype),
             band_of.to(device, torch.int32),
             [m.contiguous() for m in matrices],
             [m.T.contiguous() for m in matrices],
