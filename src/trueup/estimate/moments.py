@@ -189,7 +189,9 @@ class Moments:
         ):
             raise TrueupError(f"level is a position among the {self.levels} noise levels, counted from 0")
         cell = self._cell(index, y, group) * self.levels + level
-        k = self.filter_gain.to(level.device, torch.float32)[level].reshape(-1, *[1] * (u.dim() - 1))
+        k = self.filter_gain.to(level.device, torch.float32, non_blocking=True)[level].reshape(
+            -1, *[1] * (u.dim() - 1)
+        )
         vectors = torch.stack([eps_hat - eps, eps_hat - k * u, u], 1)  # (B, 3, C, *spatial)
         z = self.bands.dct(vectors.to(self.first.device).float()).flatten(3)  # (B, 3, C, K)
         products = torch.cat([z[:, i : i + 1] * z[:, i:] for i in range(3)], 1)  # in the order of PAIRS
