@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trueup.bands import along_last_axes, dct_matrix
 from trueup.calibration.calibration import Calibration
-from trueup.calibration.correction import level_position, refinement
+from trueup.calibration.correction import interpolation_weights, level_position, refinement
 from trueup.denoiser import Binding, prediction
 from trueup.errors import AttachError, MismatchError
 
@@ -28,7 +28,8 @@ class _Tables(NamedTuple):
 
     boundaries: Tensor  # between neighbouring nodes
     whole_boundaries: Tensor  # the same for whole times
-    knots: Tensor  # (N, 6) at each node: the level before, the shares of it and the next, three factors
+    knots: Tensor  # (N, 6) at each node: the level before, the shares of it and the next, three factors;
+    # where only a constant is corrected (N, R), the weights of all levels: one product is one launch
     constant: Tensor  # (R, C * box) in the DCT, or (R, C * pixels) where nothing else is corrected
     slopes: Tensor  # (R, C * 2 * bands), a and d
     bands: Tensor  # (box,) each coefficient's band
@@ -100,14 +101,15 @@ class CorrectOutput:
             )
             if made is not None:
                 return made
+        if self.constant_only:
+            constant = (knots @ tables.constant).view(-1, *self.shape)
+            return (output.to(dtype) - constant).to(output.dtype)
         wide, (left, near, far, on_b, on_x, on_u) = (
             output.to(dtype),
             knots[..., None].unbind(1),
         )  # (B, 1) each
         row = left[:, 0].long()
         constant = on_b * (near * tables.constant[row] + far * tables.constant[row + 1])  # (B, C * box)
-        if self.constant_only:
-            return (wide - constant.view(-1, *self.shape)).to(output.dtype)
         slopes = near * tables.slopes[row] + far * tables.slopes[row + 1]
         a, d = slopes.view(len(slopes), self.shape[0], 2, -1)[..., tables.bands].unbind(2)  # (B, C, box)
         z = along_last_axes(torch.stack([wide, x_t.to(wide)], 2), tables.forward)  # (B, C, 2, *box)
@@ -159,6 +161,7 @@ class CorrectOutput:
         none, matrices = torch.zeros(0), []
         slopes, band_of = none, none
         if self.constant_only:
+            knots = interpolation_weights(correction.lam, process.lam(self.nodes)) / k_output[:, None]
             constant = correction.shift_map().flatten(1)  # (R, C * pixels)
         else:
             bands, a, d = correction.bands, correction.a, correction.d
