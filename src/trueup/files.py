@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,36 +163,28 @@ def write(path: Path, content: bytes, error: type[TrueupError] = TrueupError) ->
     """Replace `path` by `content`, on the disk before the old file is gone; failures raise `error`."""
     temporary = path.parent / f".{path.name}.tmp-{secrets.token_hex(4)}"
     try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the user's umask
-    except OSError as reason:
-        raise error(f"cannot write {path}: {reason.strerror or reason}") from None
-    try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_directory(path.parent)
-    except OSError as reason:
-        temporary.unlink(missing_ok=True)
-        raise error(f"cannot write {path}: {reason.strerror or reason}") from None
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as reason:
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(reason, OSError):
+            raise error(f"cannot write {path}: {reason.strerror or reason}") from None
         raise
+    _sync_directory(path.parent)
 
 
 def _sync_directory(folder: Path) -> None:
     """So that the rename, too, outlives a power cut; not every system can."""
-    try:
+    with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 class Folder:
@@ -223,8 +216,7 @@ class Folder:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def __del__(self) -> None:
-        self.release()
+    __del__ = release
 
 
 def _lock(folder: Path) -> int | None:

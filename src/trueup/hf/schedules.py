@@ -15,12 +15,7 @@ from trueup import process as processes
 from trueup.errors import ModelError
 from trueup.parametrization import Parametrization
 
-_PREDICTIONS = {
-    "epsilon": "noise",
-    "sample": "data",
-    "v_prediction": "velocity",
-    "flow_prediction": "flow",
-}
+_PREDICTIONS = {"epsilon": "noise", "sample": "data", "v_prediction": "velocity", "flow_prediction": "flow"}
 _FLOW_PREDICTIONS = {"epsilon": "noise", "sample": "data", "flow_prediction": "flow"}
 _DISTILLED = {
     "CMStochasticIterativeScheduler": "a consistency model",

@@ -36,11 +36,7 @@ if TYPE_CHECKING:
 
 _RESIZE = (
     "pass {} (and {}) or {}",
-    (
-        Argument("resize", "shorter"),
-        Argument("crop", "center"),
-        Argument("resize", "exact"),
-    ),
+    (Argument("resize", "shorter"), Argument("crop", "center"), Argument("resize", "exact")),
 )
 
 
