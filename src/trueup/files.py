@@ -71,7 +71,7 @@ def save_tensors(
         held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         plain["checksum"] = _checksum(held, plain)
         content = to_bytes(held, {"trueup": json.dumps(plain, sort_keys=True)})
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, ArtifactError) as error:
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ArtifactError(f"cannot write {path}: {line(error)}") from None
     write(Path(path), content, ArtifactError)
 
@@ -99,10 +99,7 @@ def load_tensors(path: str | PathLike[str], kind: str) -> tuple[dict[str, Any], 
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         if meta.pop("checksum", None) != _checksum(tensors, meta):
             raise ArtifactError(f"{path}: its checksum does not match: the file was damaged or edited")
-        try:
-            _check_values(meta)
-        except ArtifactError as error:
-            raise ArtifactError(f"{path}: {error}") from None
+        _check_values(meta)
     except FileNotFoundError:
         raise ArtifactError(f"{path} does not exist") from None
     except (SafetensorError, OSError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as e:
@@ -124,7 +121,7 @@ def _checksum(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
 def _check_values(value: Any, name: str = "metadata", depth: int = 0) -> None:
     """Raise for anything in a file's JSON that no file of ours has."""
     if depth > _DEEPEST:
-        raise ArtifactError(f"{printable(name)[:40]} is nested too deeply")
+        raise ValueError(f"{printable(name)[:40]} is nested too deeply")
     if isinstance(value, dict):
         for key, part in value.items():
             _check_values(key, "a name in its metadata", depth + 1)
@@ -134,9 +131,9 @@ def _check_values(value: Any, name: str = "metadata", depth: int = 0) -> None:
             _check_values(part, name, depth + 1)
     elif isinstance(value, str):
         if len(value) > _LONGEST_TEXT or not value.isprintable():
-            raise ArtifactError(f"{printable(name)[:40]} is a text that is too long or not printable")
+            raise ValueError(f"{printable(name)[:40]} is a text that is too long or not printable")
     elif isinstance(value, (int, float)) and not abs(value) <= _LARGEST_NUMBER:
-        raise ArtifactError(f"{printable(name)[:40]} is {str(value)[:20]}, out of range")
+        raise ValueError(f"{printable(name)[:40]} is {str(value)[:20]}, out of range")
 
 
 def _escaped(value: Any) -> Any:

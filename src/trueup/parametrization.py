@@ -8,7 +8,7 @@ out of an output, what the best constant shift is and what it gains.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -60,12 +60,10 @@ class Parametrization:
             return -sigma, alpha
         if self.name == "score":
             return zero, -1.0 / sigma
-        if self.name in ("flow", "reversed_flow"):
-            sign = 1.0 if self.name == "flow" else -1.0
+        sign = -1.0 if self.name in ("reversed_flow", "edm_velocity") else 1.0
+        if self.sigma_data is None:  # a flow
             return -sign * one, sign * one
-        assert self.sigma_data is not None
-        sign = 1.0 if self.name == "edm" else -1.0  # equation 11
-        return sign * sigma / self.sigma_data, -sign * self.sigma_data * alpha
+        return sign * sigma / self.sigma_data, -sign * self.sigma_data * alpha  # equation 11
 
     def target(self, x0: Tensor, eps: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
         """What an ideal network is trained towards, equation 5."""
@@ -110,7 +108,4 @@ class Parametrization:
 
     def settings(self) -> dict[str, Any]:
         """Plain JSON values."""
-        values: dict[str, Any] = {"name": self.name}
-        if self.sigma_data is not None:
-            values["sigma_data"] = self.sigma_data
-        return values
+        return {name: value for name, value in asdict(self).items() if value is not None}

@@ -82,12 +82,13 @@ class Number:
 
     def __getitem__(self, index: Any) -> Number:
         """One of many numbers."""
-        return Number(*(float(part[index]) for part in (self.value, self.error, self.low, self.high)))
+        value, error, low, high = (float(p[index]) for p in (self.value, self.error, self.low, self.high))
+        return Number(value, error, low, high)
 
     def scaled(self, factor: float) -> Number:
         """In other units."""
-        ends = (factor * self.low, factor * self.high)[:: 1 if factor >= 0 else -1]
-        return Number(factor * self.value, abs(factor) * self.error, *ends, self.influence)
+        low, high = (factor * self.low, factor * self.high)[:: 1 if factor >= 0 else -1]
+        return Number(factor * self.value, abs(factor) * self.error, low, high, self.influence)
 
     @property
     def reach(self) -> Any:

@@ -8,14 +8,14 @@ import json
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trueup.denoiser.binding import Binding, default_binding, find_binding
+from trueup.denoiser.binding import Binding, find_binding, place
 from trueup.denoiser.memory import in_parts, out_of_memory
 from trueup.denoiser.network import Correcting, corrections, eagerly, prediction, unwrapped
 from trueup.denoiser.weights import fingerprint
@@ -92,13 +92,10 @@ class Denoiser:
 
     # What it is made of ------------------------------------------------------------------------------------
 
-    def _weight(self) -> Tensor | None:
-        return next(self.network.parameters(), None) if isinstance(self.network, nn.Module) else None
-
     @property
     def device(self) -> torch.device:
         """Where the network is now, or will run."""
-        weight = self._weight()
+        weight = next(self.network.parameters(), None) if isinstance(self.network, nn.Module) else None
         if weight is not None and weight.device.type != "meta":
             hook = getattr(unwrapped(self.network), "_hf_hook", None)  # accelerate moves weights when called
             return torch.device(getattr(hook, "execution_device", None) or weight.device)
@@ -203,12 +200,12 @@ class Denoiser:
 
     def _times(self, t: Tensor, x_t: Tensor, y: Any) -> Tensor:
         """Times as the network takes them, (B,) beside x_t; whole ones as integers, if it was trained so."""
-        whole = self.process.integer_times and not t.is_floating_point()
+        whole = not t.is_floating_point()
         if self.process.integer_times and not whole:
             on_cpu = t.device.type == "cpu"  # elsewhere looking would wait for the device
             whole = (on_cpu and bool((t == t.round()).all())) or self.takes_whole_times_only(y)
-        if whole:
-            t = t.round().to(torch.int64) if t.is_floating_point() else t.to(torch.int64)
+        if self.process.integer_times and whole:
+            t = t.round().to(torch.int64)
         else:
             t = t.to(torch.float64 if torch.float64 in (x_t.dtype, self.dtype) else torch.float32)
         # A copy, since a network may change what it is given.
@@ -223,15 +220,10 @@ class Denoiser:
                 raise
             raise ModelError("the network does not know one of these labels: it has fewer classes") from None
         channels = self.shape[0]
-        if (output.shape[:1], output.shape[2:]) != (x_t.shape[:1], x_t.shape[2:]):
+        if output.shape not in [(len(x_t), c, *x_t.shape[2:]) for c in (channels, 2 * channels)]:
             raise ModelError(
-                f"the network returned {tuple(output.shape)} for an input of {tuple(x_t.shape)}: "
-                "the batch and spatial sizes must agree"
-            )
-        if output.shape[1] not in (channels, 2 * channels):
-            raise ModelError(
-                f"the network returned {output.shape[1]} channels for {channels}: expected {channels}, "
-                f"or {2 * channels} with a learned variance"
+                f"the network returned {tuple(output.shape)} for an input of {tuple(x_t.shape)}: batch and spatial "
+                f"sizes must agree, and channels be {channels}, or {2 * channels} with a learned variance"
             )
         output = output if output.dtype == torch.float64 else output.float()
         if self.correction is not None and self.correction.enabled:
@@ -283,7 +275,8 @@ class Denoiser:
             if not isinstance(self.network, nn.Module):
                 self._binding = None
             elif self._call is self.network:
-                self._binding = default_binding(unwrapped(self.network), self.conditional)
+                x, t, label = (place(self.network, i) for i in range(3))
+                self._binding = Binding(x, t, label if self.conditional else None)
             elif self.conditional and y is None:
                 return None  # for now: nobody can try without a label
             else:
@@ -312,28 +305,25 @@ class Denoiser:
     def bare(self) -> Iterator[None]:
         """Without the correction that may be attached."""
         found = [*corrections(self.network), *([self.correction] if self.correction is not None else [])]
-        enabled = [correction.enabled for correction in found]
-        try:
-            for correction in found:
-                correction.enabled = False
-            with eagerly() if found else nullcontext():
-                yield
-        finally:
-            for correction, was in zip(found, enabled, strict=True):
-                correction.enabled = was
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """With the network in evaluation mode (no dropout), and back as it was afterwards."""
-        modules = list(self.network.modules()) if isinstance(self.network, nn.Module) else []
-        training = [module.training for module in modules]
-        try:
-            for module in modules:
-                module.training = False
+        with _off(found, "enabled"), eagerly() if found else nullcontext():
             yield
-        finally:
-            for module, was in zip(modules, training, strict=True):
-                module.training = was
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """With the network in evaluation mode (no dropout), and back as it was afterwards."""
+        return _off(self.network.modules() if isinstance(self.network, nn.Module) else (), "training")
+
+
+@contextmanager
+def _off(objects: Iterable[Any], name: str) -> Iterator[None]:
+    """With an attribute of some objects set to False, and back as it was afterwards."""
+    before = [(one, getattr(one, name)) for one in objects]
+    try:
+        for one, _ in before:
+            setattr(one, name, False)
+        yield
+    finally:
+        for one, was in before:
+            setattr(one, name, was)
 
 
 def _checked(batch_size: int | None) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -31,13 +31,10 @@ def unwrapped(network: Any) -> Any:
 
 def prediction(raw: Any) -> Tensor:
     """The tensor inside whatever a network returns: itself, `.sample`, or the first of a tuple."""
-    if isinstance(raw, Tensor):
-        return raw
-    sample = getattr(raw, "sample", None)
-    if isinstance(sample, Tensor):
-        return sample
-    if isinstance(raw, (tuple, list)) and raw and isinstance(raw[0], Tensor):
-        return raw[0]
+    first = raw[0] if isinstance(raw, (tuple, list)) and raw else None
+    for found in (raw, getattr(raw, "sample", None), first):
+        if isinstance(found, Tensor):
+            return found
     raise ModelError(
         f"the network returned {type(raw).__name__}; expected a tensor, a tuple, or an object with .sample"
     )
@@ -50,11 +47,7 @@ def corrections(network: Any) -> list[Correcting]:
     return [hook for hook in hooks if getattr(hook, "corrects_output", False)]
 
 
-@contextmanager
-def eagerly() -> Iterator[None]:
+def eagerly() -> AbstractContextManager[Any]:
     """Without compiled code, which does not look for hooks that came after it."""
-    if not hasattr(torch.compiler, "set_stance"):  # before 2.6
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    stance = getattr(torch.compiler, "set_stance", None)  # since 2.6
+    return nullcontext() if stance is None else stance("force_eager")

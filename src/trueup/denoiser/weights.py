@@ -42,17 +42,15 @@ def is_sharded(network: nn.Module) -> bool:
 
 def same_weights(ours: dict[str, str], theirs: dict[str, str]) -> bool:
     """Whether two fingerprints agree at the finest dtype that both have."""
-    common = [str(d).removeprefix("torch.") for d in _COARSER]
-    common = [name for name in common if name in ours and name in theirs]
-    return bool(common) and ours[common[0]] == theirs[common[0]]
+    names = (str(dtype).removeprefix("torch.") for dtype in _COARSER)
+    finest = next((name for name in names if name in ours and name in theirs), None)
+    return finest is not None and ours[finest] == theirs[finest]
 
 
 def _hash(parameters: list[tuple[str, Tensor]], dtype: torch.dtype) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, p in parameters:
-        flat = p.reshape(-1)
-        stride = max(1, flat.numel() // _SAMPLED)
-        values = flat[::stride].to("cpu")
+        values = p.reshape(-1)[:: max(1, p.numel() // _SAMPLED)].to("cpu")
         if values.is_floating_point():
             values = values.to(dtype).to(torch.float32)
         digest.update(f"{name}{tuple(p.shape)}".encode())

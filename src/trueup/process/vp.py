@@ -49,7 +49,7 @@ class DiscreteVP(_VP):
         if alpha2.numel() < 2:
             raise ModelError("a noise schedule needs at least two timesteps")
         if not (alpha2[0] < 1 and (alpha2.diff() < 0).all() and alpha2[-1] >= 0):
-            raise ModelError("alphas_cumprod must fall from each timestep to the next, and must lie in [0, 1)")
+            raise ModelError("alphas_cumprod must fall from each timestep to the next and must lie in [0, 1)")
         if alpha2[-1] == 0:  # has no log; only the last can be zero
             alpha2 = torch.cat([alpha2[:-1], (0.5 * alpha2[-2:-1]).clamp_max(_SMALLEST_ALPHA2)])
         self.alphas_cumprod = alpha2
