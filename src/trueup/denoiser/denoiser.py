@@ -221,9 +221,10 @@ class Denoiser:
             raise ModelError("the network does not know one of these labels: it has fewer classes") from None
         channels = self.shape[0]
         if output.shape not in [(len(x_t), c, *x_t.shape[2:]) for c in (channels, 2 * channels)]:
+            shapes = f"{tuple(output.shape)} for an input of {tuple(x_t.shape)}"
             raise ModelError(
-                f"the network returned {tuple(output.shape)} for an input of {tuple(x_t.shape)}: batch and spatial "
-                f"sizes must agree, and channels be {channels}, or {2 * channels} with a learned variance"
+                f"the network returned {shapes}: batch and spatial sizes must agree, and channels be {channels}, "
+                f"or {2 * channels} with a learned variance"
             )
         output = output if output.dtype == torch.float64 else output.float()
         if self.correction is not None and self.correction.enabled:

@@ -26,18 +26,9 @@ from trueup.solvers import SCHEDULERS, check_name
 LEARNED_VARIANCE = ("DDPMScheduler", "DDPMParallelScheduler")  # those that use a learned variance
 # What schedulers know of; other outputs are turned into noise predictions.
 _PREDICTION_TYPES = {"data": "sample", "velocity": "v_prediction", "edm_velocity": "v_prediction"}
-_WITHOUT_DATA = (
-    "PNDMScheduler",
-    "EulerAncestralDiscreteScheduler",
-    "KDPM2DiscreteScheduler",
-    "KDPM2AncestralDiscreteScheduler",
-)
-_FLOWS = (  # step through flows, if they are told to
-    "DPMSolverMultistepScheduler",
-    "DPMSolverSinglestepScheduler",
-    "UniPCMultistepScheduler",
-    "DEISMultistepScheduler",
-)
+_WITHOUT_DATA = ("PNDM", "EulerAncestralDiscrete", "KDPM2Discrete", "KDPM2AncestralDiscrete", "EDM")
+# Step through flows, if they are told to.
+_FLOWS = ("FlowMatch", "DPMSolverMultistep", "DPMSolverSinglestep", "UniPCMultistep", "DEISMultistep")
 _TIMESTEPS = 1000
 
 
@@ -48,7 +39,7 @@ def offered(name: str, denoiser: Denoiser) -> bool:
     """
     kind, noise = SCHEDULERS.get(name, (name, {}))[0], denoiser.process.kind
     if kind.startswith("FlowMatch") or noise == "flow":
-        return noise == "flow" and (kind.startswith("FlowMatch") or kind in _FLOWS)
+        return noise == "flow" and kind.startswith(_FLOWS)
     return noise in ("edm", "ve") if kind.startswith("EDM") else True
 
 
@@ -96,7 +87,7 @@ def _set_up(
         if "use_flow_sigmas" in known:
             changes |= {"use_flow_sigmas": True, "flow_shift": config.get("shift") or 1.0}
         changes["prediction_type"] = "flow_prediction"
-    elif changes["prediction_type"] == "sample" and (kind in _WITHOUT_DATA or kind.startswith("EDM")):
+    elif changes["prediction_type"] == "sample" and kind.startswith(_WITHOUT_DATA):
         changes["prediction_type"] = "epsilon"
     config.pop("_use_default_values", None)  # or from_config drops what was a default of the model's own
     try:
@@ -115,18 +106,16 @@ def _config(kind: str, denoiser: Denoiser) -> dict[str, Any]:
         sigma_max, sigma_min = (float((-process.lam(t)).exp()) for t in (process.t_max, process.t_min))
         sigma_data = denoiser.parametrization.sigma_data or getattr(process, "sigma_data", 0.5)
         return {"sigma_min": sigma_min, "sigma_max": sigma_max, "sigma_data": sigma_data}
-    own = isinstance(process, DiscreteVP)
-    alphas_cumprod = process.alphas_cumprod if isinstance(process, DiscreteVP) else _carrier(process)
-    before = torch.cat([torch.ones(1, dtype=torch.float64), alphas_cumprod[:-1]])
-    betas = (1 - alphas_cumprod / before).tolist()
-    config = {"num_train_timesteps": len(betas), "trained_betas": betas, "clip_sample": False}
-    return config if own else config | {"timestep_spacing": "trailing"}
-
-
-def _carrier(process: NoiseProcess) -> torch.Tensor:
-    """alphas_cumprod of timesteps that are even in lam, from a process's first level to its last."""
-    first, last = float(process.lam(process.t_min)), float(process.lam(process.t_max))
-    return torch.sigmoid(2 * torch.linspace(first, last, _TIMESTEPS, dtype=torch.float64))
+    if isinstance(process, DiscreteVP):
+        alphas_cumprod, more = process.alphas_cumprod, {}
+    else:  # timesteps that are even in lam, from the first level to the last
+        first, last = float(process.lam(process.t_min)), float(process.lam(process.t_max))
+        alphas_cumprod = torch.sigmoid(2 * torch.linspace(first, last, _TIMESTEPS, dtype=torch.float64))
+        more = {"timestep_spacing": "trailing"}
+    betas = (
+        1 - alphas_cumprod / torch.cat([torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]])
+    ).tolist()
+    return {"num_train_timesteps": len(betas), "trained_betas": betas, "clip_sample": False, **more}
 
 
 def scheduler_process(scheduler: Any) -> tuple[NoiseProcess, Any]:
