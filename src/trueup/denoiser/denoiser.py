@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trueup.denoiser.binding import Binding, find_binding, place
 from trueup.denoiser.memory import in_parts, out_of_memory
-from trueup.denoiser.network import Correcting, corrections, eagerly, prediction, unwrapped
+from trueup.denoiser.network import corrections, eagerly, prediction, unwrapped
 from trueup.denoiser.weights import fingerprint
 from trueup.errors import ModelError
 from trueup.parametrization import Parametrization
@@ -80,7 +80,7 @@ class Denoiser:
             raise ModelError("wrap the autoencoder, so that its scaling is known: trueup.hf.Autoencoder(vae)")
         self.autoencoder = autoencoder
         self.scheduler_config = None if scheduler_config is None else dict(scheduler_config)
-        self.correction: Correcting | None = None  # where the network itself cannot carry one
+        self.correction: Any = None  # where the network itself cannot carry one
         self.description = description or type(unwrapped(network)).__name__
         self._call = call or network
         self._device, self._dtype, self._batch_size = device, dtype, _checked(batch_size)
@@ -89,8 +89,6 @@ class Denoiser:
         self._at_once: int | None = None  # rows that fitted into memory
         self._whole_times: bool | None = None  # None until somebody has tried
         self._binding: Binding | types.EllipsisType | None = ...  # not yet looked for
-
-    # What it is made of ------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -168,8 +166,6 @@ class Denoiser:
             "model range": list(self.data_range) if self.data_range is not None else None,
         }
 
-    # The one call ------------------------------------------------------------------------------------------
-
     def eps(self, x_t: Tensor, t: Tensor | float, y: Any = None) -> Tensor:
         """The noise the network finds in x_t (B, *shape) at t, one time or one per row; float32 or finer."""
         output = self.predict(x_t, t, y)
@@ -223,16 +219,14 @@ class Denoiser:
         if output.shape not in [(len(x_t), c, *x_t.shape[2:]) for c in (channels, 2 * channels)]:
             shapes = f"{tuple(output.shape)} for an input of {tuple(x_t.shape)}"
             raise ModelError(
-                f"the network returned {shapes}: batch and spatial sizes must agree, and channels be {channels}, "
-                f"or {2 * channels} with a learned variance"
+                f"the network returned {shapes}: batch and spatial sizes must agree, and channels be "
+                f"{channels}, or {2 * channels} with a learned variance"
             )
         output = output if output.dtype == torch.float64 else output.float()
         if self.correction is not None and self.correction.enabled:
-            mean = self.correction.correct(output[:, :channels], x_t, times, y)  # type: ignore[attr-defined]
+            mean = self.correction.correct(output[:, :channels], x_t, times, y)
             output = torch.cat([mean, output[:, channels:]], 1) if output.shape[1] > channels else mean
         return output
-
-    # What can only be found by trying -----------------------------------------------------------------------
 
     def takes_whole_times_only(self, y: Any = None) -> bool:
         """Whether the network tells only whole timesteps apart (an embedding table, a cast).
@@ -294,8 +288,6 @@ class Denoiser:
         told = torch.stack([self._times(t, x_t, labels) for t in times.reshape(3, 2)])
         with self.evaluating(), self.bare():
             return find_binding(self.network, self._call, x_t, told, labels)  # type: ignore[arg-type]
-
-    # States it can be in ------------------------------------------------------------------------------------
 
     @property
     def corrected(self) -> bool:

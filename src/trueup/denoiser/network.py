@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trueup.errors import ModelError
-
-
-class Correcting(Protocol):
-    """What corrects a network's outputs: a forward hook, or what a `Denoiser` holds."""
-
-    corrects_output: bool
-    enabled: bool
 
 
 def unwrapped(network: Any) -> Any:
@@ -40,10 +32,10 @@ def prediction(raw: Any) -> Tensor:
     )
 
 
-def corrections(network: Any) -> list[Correcting]:
+def corrections(network: Any) -> list[Any]:
     """The corrections on a network, whatever wraps it, or on a part of it (see `trueup.attach`)."""
     modules = network.modules() if isinstance(network, nn.Module) else ()
-    hooks: Iterator[Any] = (hook for module in modules for hook in module._forward_hooks.values())
+    hooks = (hook for module in modules for hook in module._forward_hooks.values())
     return [hook for hook in hooks if getattr(hook, "corrects_output", False)]
 
 

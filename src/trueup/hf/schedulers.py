@@ -112,9 +112,8 @@ def _config(kind: str, denoiser: Denoiser) -> dict[str, Any]:
         first, last = float(process.lam(process.t_min)), float(process.lam(process.t_max))
         alphas_cumprod = torch.sigmoid(2 * torch.linspace(first, last, _TIMESTEPS, dtype=torch.float64))
         more = {"timestep_spacing": "trailing"}
-    betas = (
-        1 - alphas_cumprod / torch.cat([torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]])
-    ).tolist()
+    before = torch.cat([torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]])
+    betas = (1 - alphas_cumprod / before).tolist()
     return {"num_train_timesteps": len(betas), "trained_betas": betas, "clip_sample": False, **more}
 
 

@@ -68,9 +68,8 @@ def _schedule(name: str, config: Mapping[str, Any]) -> tuple[processes.NoiseProc
             raise ModelError(f"{name} knows no prediction type {kind!r}; expected epsilon or v_prediction")
         return processes.EDM(sigma_data, *ends), Parametrization(names[kind], sigma_data)
     if kind not in _PREDICTIONS:
-        raise ModelError(
-            f"unknown prediction type {kind!r} in the scheduler; known: {', '.join(_PREDICTIONS)}"
-        )
+        known = ", ".join(_PREDICTIONS)
+        raise ModelError(f"unknown prediction type {kind!r} in the scheduler; known: {known}")
     if config.get("use_flow_sigmas") or kind == "flow_prediction":
         if kind == "v_prediction":
             raise ModelError(f"{name} with use_flow_sigmas has no meaning for a {kind!r} prediction")
