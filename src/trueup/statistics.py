@@ -72,10 +72,8 @@ class Number:
         if self.influence is None or before.influence is None:
             return Number(change)
         if len(self.influence) != len(before.influence):
-            raise ValueError(
-                f"{len(before.influence)} images before and {len(self.influence)} after: a paired difference "
-                "needs the same seeds in both"
-            )
+            counts = f"{len(before.influence)} images before and {len(self.influence)} after"
+            raise ValueError(f"{counts}: a paired difference needs the same seeds in both")
         found = Number.influenced(change, self.influence - before.influence)
         # No group moved alone: too few images to know how far it scatters.
         return Number(change) if found.error == 0 and change != 0 else found
@@ -141,9 +139,7 @@ def student_cdf(t: float, dof: int) -> float:
 
 @lru_cache(maxsize=4096)
 def student_quantile(probability: float, dof: float) -> float:
-    """The t below which `probability` lies; for many degrees of freedom by its expansion in 1/dof.
-
-    Between whole degrees of freedom it is interpolated.
+    """The t below which `probability` lies, interpolated between whole dof; for many by expansion in 1/dof.
 
     >>> round(student_quantile(0.975, 15), 4), round(student_quantile(0.975, 50_000), 4)
     (2.1314, 1.96)

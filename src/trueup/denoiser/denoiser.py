@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from trueup.denoiser.binding import Binding, find_binding, place
 from trueup.denoiser.memory import in_parts, out_of_memory
-from trueup.denoiser.network import corrections, eagerly, prediction, unwrapped
-from trueup.denoiser.weights import fingerprint
+from trueup.denoiser.network import corrections, eagerly, fingerprint, prediction, unwrapped
 from trueup.errors import ModelError
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess
@@ -141,7 +140,9 @@ class Denoiser:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Denoiser:
         own_call = self._call is not self.network
-        if (own_call and isinstance(self._call, (types.FunctionType, partial))) or _encloses(self.network):
+        cells = getattr(self.network, "__closure__", None) or ()
+        encloses = any(isinstance(cell.cell_contents, nn.Module) for cell in cells)  # copies would share it
+        if (own_call and isinstance(self._call, (types.FunctionType, partial))) or encloses:
             raise ModelError(
                 "this Denoiser calls a function that holds on to its network, and so would a copy, which "
                 "then runs the original: copy the network and make another Denoiser around it"
@@ -323,9 +324,3 @@ def _checked(batch_size: int | None) -> int | None:
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise ModelError(f"batch_size is a whole number of at least 1, not {batch_size!r}")
     return batch_size
-
-
-def _encloses(function: Any) -> bool:
-    """Whether a function has a network inside, which copies of the function would share."""
-    cells = getattr(function, "__closure__", None) or ()
-    return any(isinstance(cell.cell_contents, nn.Module) for cell in cells)

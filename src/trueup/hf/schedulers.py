@@ -55,10 +55,10 @@ def make_scheduler(name: str, denoiser: Denoiser) -> tuple[Any, bool]:
         check_name(name.removesuffix("Scheduler"))
         raise TrueupError(f"diffusers has no scheduler {kind}")
     if denoiser.scheduler_config is not None:
-        scheduler = _set_up(name, made, {**denoiser.scheduler_config}, settings, denoiser)
+        scheduler = _set_up(name, made, denoiser.scheduler_config | settings, denoiser)
         if scheduler_process(scheduler)[0].agrees_with(denoiser.process):
             return scheduler, True
-    scheduler = _set_up(name, made, _config(kind, denoiser), settings, denoiser)
+    scheduler = _set_up(name, made, _config(kind, denoiser) | settings, denoiser)
     if not offered(name, denoiser) or not _same_levels(scheduler_process(scheduler)[0], denoiser.process):
         raise MismatchError(
             f"{name} does not step through the noise of this network ({denoiser.process.kind})"
@@ -74,12 +74,12 @@ def _same_levels(scheduled: NoiseProcess, process: NoiseProcess) -> bool:
     return all(abs(float(scheduled.lam(s) - process.lam(t))) < 0.01 for s, t in ends)
 
 
-def _set_up(
-    name: str, made: Any, config: dict[str, Any], settings: dict[str, Any], denoiser: Denoiser
-) -> Any:
+def _set_up(name: str, made: Any, config: dict[str, Any], denoiser: Denoiser) -> Any:
     kind = made.__name__
     known = inspect.signature(made).parameters
-    changes = {**settings, "prediction_type": _PREDICTION_TYPES.get(denoiser.parametrization.name, "epsilon")}
+    changes: dict[str, Any] = {
+        "prediction_type": _PREDICTION_TYPES.get(denoiser.parametrization.name, "epsilon")
+    }
     if kind not in LEARNED_VARIANCE:
         config.pop("variance_type", None)  # they are handed the mean alone
     if denoiser.process.kind == "flow":

@@ -17,17 +17,8 @@ from torch import Tensor
 
 from trueup.errors import Argument, DataError, ImageError
 from trueup.files import printable
+from trueup.images import sources
 from trueup.images.images import as_images
-from trueup.images.sources import (
-    channels_first,
-    is_indexed,
-    open_source,
-    picture_to_array,
-    read_image,
-    refuse_other_depths,
-    split_row,
-    to_tensor,
-)
 from trueup.noise import hashed, mix
 
 if TYPE_CHECKING:
@@ -72,13 +63,9 @@ class Batch:
 
 def open_images(data: Any, denoiser: Denoiser, *, count: int | None = None, exact: bool = False) -> Samples:
     """`Images`, or `count` of anything that holds some, as samples of a model."""
-    return Samples(
-        as_images(data, count),
-        denoiser.shape,
-        denoiser.data_range,
-        autoencoder=denoiser.autoencoder if denoiser.data_range is None else None,
-        exact=exact,
-    )
+    images = as_images(data, count)
+    autoencoder = denoiser.autoencoder if denoiser.data_range is None else None
+    return Samples(images, denoiser.shape, denoiser.data_range, autoencoder=autoencoder, exact=exact)
 
 
 class Samples:
@@ -108,10 +95,10 @@ class Samples:
         self.shape, self.model_range = tuple(shape), model_range
         self.autoencoder = autoencoder  # makes latents of pictures
         self.encode = encode  # or leaves them pictures, in -1..1
-        self.source, self.labels, self.name = open_source(images.source)
+        self.source, self.labels, self.name = sources.open_source(images.source)
         if images.labels is not None:
             self.labels = images.labels
-        self.indexed = is_indexed(self.source)
+        self.indexed = sources.is_indexed(self.source)
         for name, values in (("labels", self.labels), ("groups", images.groups)):
             count = len(values) if self.indexed and isinstance(values, Sized) else None
             if count is not None and count != len(self.source):
@@ -195,15 +182,13 @@ class Samples:
         if self.indexed:
             for index in range(len(self.source)) if self._drawn is None else self._drawn.tolist():
                 yield index, self.source[index]
-        elif self._once is not None:
-            if not all(index + self.images.offset in skip for index in self._gone):
-                raise DataError(
-                    f"{self.name} can be read only once, and {len(self._gone)} samples of it are gone: "
-                    "pass a list or a dataset instead"
-                )
-            yield from self._once
-        else:
-            yield from enumerate(self._unbatched())
+            return
+        if not all(index + self.images.offset in skip for index in self._gone):
+            raise DataError(
+                f"{self.name} can be read only once, and {len(self._gone)} samples of it are gone: "
+                "pass a list or a dataset instead"
+            )
+        yield from self._once or enumerate(self._unbatched())
 
     @cached_property
     def _drawn(self) -> Tensor | None:
@@ -221,7 +206,7 @@ class Samples:
     def _unbatched(self) -> Iterator[Any]:
         """A stream may yield samples or, as a DataLoader does, batches of them."""
         for item in self.source:
-            image, label = split_row(item)
+            image, label = sources.split_row(item)
             if isinstance(image, (Tensor, np.ndarray)) and image.ndim == len(self.shape) + 1:
                 labelled = isinstance(label, (list, tuple)) or getattr(label, "ndim", 0) > 0
                 if labelled and len(label) != len(image):
@@ -260,23 +245,23 @@ class Samples:
 
     def _row(self, index: int, item: Any) -> _Row:
         """One image as a sample, with the digest of what was read."""
-        image, label = split_row(item)
+        image, label = sources.split_row(item)
         label = label if self.labels is None else self._of(self.labels, index, "label")
         keys = self.images.groups
         group = keys(index) if callable(keys) else self._of(keys, index, "group")
         file = image if isinstance(image, (str, Path)) else getattr(image, "filename", None)
         where = printable(str(file or f"sample {index} of {self.name}"))
         pictured = isinstance(image, (str, Path, Image.Image))
-        pixels: Any = read_image(image, where) if pictured else to_tensor(image, where)
+        pixels: Any = sources.read_image(image, where) if pictured else sources.to_tensor(image, where)
         shape, model_range = self.shape, self.model_range
         encode = self.autoencoder is not None and (pictured or pixels.dtype == torch.uint8)
         if encode:
             shape, model_range = self.autoencoder.picture_shape(self.shape), (-1.0, 1.0)
         if pictured:
             if self.exact:
-                refuse_other_depths(pixels, where)
-            pixels = to_tensor(picture_to_array(pixels, shape[0], where), where)
-        array = channels_first(pixels, shape, where)
+                sources.refuse_other_depths(pixels, where)
+            pixels = sources.to_tensor(sources.picture_to_array(pixels, shape[0], where), where)
+        array = sources.channels_first(pixels, shape, where)
         digest = _digest(array.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         if self.exact:
             self._note_depth(array.dtype == torch.uint8, where)

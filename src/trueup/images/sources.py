@@ -55,17 +55,14 @@ def is_indexed(source: Any) -> bool:
 
 
 def _list_images(folder: Path) -> list[str]:
-    """Every image below a folder, sorted; hidden files (thumbnails, ._ files) are left out.
-
-    As strings: a million of them fit in memory.
-    """
+    """Every image below a folder, sorted; hidden files (thumbnails, ._ files) are left out."""
     formats = Image.registered_extensions()
     known = {end for end, kind in formats.items() if kind in Image.OPEN and kind not in _NOT_PICTURES}
     found = (p for p in folder.rglob("*") if p.suffix.lower() in known and p.is_file())
     files = sorted(p for p in found if not any(n.startswith(".") for n in p.relative_to(folder).parts))
     if not files:
         raise DataError(printable(f"{folder} holds no image that Pillow can read"))
-    return [str(file) for file in files]
+    return [str(file) for file in files]  # as strings: a million of them fit in memory
 
 
 def _open_numpy(path: Path) -> tuple[Any, Any]:
