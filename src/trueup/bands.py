@@ -104,8 +104,7 @@ class Bands:
 
     def coefficients(self, kept: Sequence[int]) -> Tensor:
         """Which coefficients some bands hold, one band after the other."""
-        members = [self.members[k] for k in kept]
-        return torch.cat(members) if members else torch.zeros(0, dtype=torch.int64)
+        return torch.cat([self.members[0][:0], *(self.members[k] for k in kept)])
 
     def spread(self, x: Tensor) -> Tensor:
         """Give every coefficient its band's value, (..., bands) -> (..., K)."""

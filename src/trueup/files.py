@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,7 @@ def save_tensors(
         held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         plain["checksum"] = _checksum(held, plain)
         content = to_bytes(held, {"trueup": json.dumps(plain, sort_keys=True)})
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, ArtifactError) as error:
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ArtifactError(f"cannot write {path}: {line(error)}") from None
     write(Path(path), content, ArtifactError)
 
@@ -85,7 +86,7 @@ def load_tensors(path: str | PathLike[str], kind: str) -> tuple[dict[str, Any], 
             raw = (file.metadata() or {}).get("trueup")
             if raw is None:
                 raise ArtifactError(f"{path} is not a file of trueup's")
-            meta = json.loads(raw, parse_constant=_refuse_constant)
+            meta = json.loads(raw)
             found = meta.get("format") if isinstance(meta, dict) else None
             if type(found) is not int or not 0 < found <= _LARGEST_NUMBER:
                 raise ArtifactError(f"{path} has unreadable metadata")
@@ -98,10 +99,7 @@ def load_tensors(path: str | PathLike[str], kind: str) -> tuple[dict[str, Any], 
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         if meta.pop("checksum", None) != _checksum(tensors, meta):
             raise ArtifactError(f"{path}: its checksum does not match: the file was damaged or edited")
-        try:
-            _check_values(meta)
-        except ArtifactError as error:
-            raise ArtifactError(f"{path}: {error}") from None
+        _check_values(meta)
     except FileNotFoundError:
         raise ArtifactError(f"{path} does not exist") from None
     except (SafetensorError, OSError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as e:
@@ -123,7 +121,7 @@ def _checksum(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
 def _check_values(value: Any, name: str = "metadata", depth: int = 0) -> None:
     """Raise for anything in a file's JSON that no file of ours has."""
     if depth > _DEEPEST:
-        raise ArtifactError(f"{printable(name)[:40]} is nested too deeply")
+        raise ValueError(f"{printable(name)[:40]} is nested too deeply")
     if isinstance(value, dict):
         for key, part in value.items():
             _check_values(key, "a name in its metadata", depth + 1)
@@ -133,9 +131,9 @@ def _check_values(value: Any, name: str = "metadata", depth: int = 0) -> None:
             _check_values(part, name, depth + 1)
     elif isinstance(value, str):
         if len(value) > _LONGEST_TEXT or not value.isprintable():
-            raise ArtifactError(f"{printable(name)[:40]} is a text that is too long or not printable")
+            raise ValueError(f"{printable(name)[:40]} is a text that is too long or not printable")
     elif isinstance(value, (int, float)) and not abs(value) <= _LARGEST_NUMBER:
-        raise ArtifactError(f"{printable(name)[:40]} is {str(value)[:20]}, out of range")
+        raise ValueError(f"{printable(name)[:40]} is {str(value)[:20]}, out of range")
 
 
 def _escaped(value: Any) -> Any:
@@ -154,44 +152,32 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} {value!r} cannot be written as JSON")
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
 def write(path: Path, content: bytes, error: type[TrueupError] = TrueupError) -> None:
     """Replace `path` by `content`, on the disk before the old file is gone; failures raise `error`."""
     temporary = path.parent / f".{path.name}.tmp-{secrets.token_hex(4)}"
     try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the user's umask
-    except OSError as reason:
-        raise error(f"cannot write {path}: {reason.strerror or reason}") from None
-    try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_directory(path.parent)
-    except OSError as reason:
-        temporary.unlink(missing_ok=True)
-        raise error(f"cannot write {path}: {reason.strerror or reason}") from None
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as reason:
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(reason, OSError):
+            raise error(f"cannot write {path}: {reason.strerror or reason}") from None
         raise
+    _sync_directory(path.parent)
 
 
 def _sync_directory(folder: Path) -> None:
     """So that the rename, too, outlives a power cut; not every system can."""
-    try:
+    with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 class Folder:
@@ -223,8 +209,7 @@ class Folder:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def __del__(self) -> None:
-        self.release()
+    __del__ = release
 
 
 def _lock(folder: Path) -> int | None:

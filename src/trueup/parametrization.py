@@ -8,7 +8,7 @@ out of an output, what the best constant shift is and what it gains.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -60,12 +60,10 @@ class Parametrization:
             return -sigma, alpha
         if self.name == "score":
             return zero, -1.0 / sigma
-        if self.name in ("flow", "reversed_flow"):
-            sign = 1.0 if self.name == "flow" else -1.0
+        sign = -1.0 if self.name in ("reversed_flow", "edm_velocity") else 1.0
+        if self.sigma_data is None:  # a flow
             return -sign * one, sign * one
-        assert self.sigma_data is not None
-        sign = 1.0 if self.name == "edm" else -1.0  # equation 11
-        return sign * sigma / self.sigma_data, -sign * self.sigma_data * alpha
+        return sign * sigma / self.sigma_data, -sign * self.sigma_data * alpha  # equation 11
 
     def target(self, x0: Tensor, eps: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
         """What an ideal network is trained towards, equation 5."""
@@ -86,31 +84,11 @@ class Parametrization:
         """The output that claims this noise."""
         return self.target((x_t - sigma * eps) / alpha, eps, alpha, sigma)
 
-    def from_x0(self, x0: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """The output that claims this data."""
-        return self.target(x0, (x_t - alpha * x0) / sigma, alpha, sigma)
-
     def deps_doutput(self, alpha: Tensor, sigma: Tensor) -> Tensor:
         """How far eps moves per unit of output, equation 8."""
         p, q = self.coefficients(alpha, sigma)
         return alpha / (alpha * q - sigma * p)
 
-    def dsm_weight(self, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """w of the denoising score matching loss, w/2 E|output - target|^2 (paper, appendix B)."""
-        return (self.deps_doutput(alpha, sigma) / sigma) ** 2
-
-    def optimal_shift(self, mean_output: Tensor, mean_x0: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """The constant to subtract from the output, E[output] - p E[x0], equation 9."""
-        p, _ = self.coefficients(alpha, sigma)
-        return mean_output - p * mean_x0
-
-    def dsm_gap(self, shift: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """What subtracting the optimal shift takes off the DSM loss, w/2 |shift|^2, equation 10."""
-        return 0.5 * self.dsm_weight(alpha, sigma) * shift.square().sum()
-
     def settings(self) -> dict[str, Any]:
         """Plain JSON values."""
-        values: dict[str, Any] = {"name": self.name}
-        if self.sigma_data is not None:
-            values["sigma_data"] = self.sigma_data
-        return values
+        return {name: value for name, value in asdict(self).items() if value is not None}

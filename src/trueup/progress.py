@@ -31,16 +31,9 @@ class Progress:
     def __enter__(self) -> Progress:
         notebook = "ipykernel" in sys.modules
         if self.show or (self.show is None and (sys.stderr.isatty() or notebook)):
-            from tqdm.auto import tqdm as in_notebook
-            from tqdm.std import tqdm
+            from tqdm.auto import tqdm
 
-            self.bar = (in_notebook if notebook else tqdm)(
-                total=self.total,
-                initial=self.first,
-                desc=self.description,
-                unit=self.unit,
-                file=None if notebook else sys.stderr,
-            )
+            self.bar = tqdm(total=self.total, initial=self.first, desc=self.description, unit=self.unit)
         self.started = self.said = time.monotonic()
         return self
 
@@ -60,8 +53,7 @@ class Progress:
         if not self.total:
             return f"{text} {self.unit}s, {speed}"
         left = f", {_clock((self.total - self.done) / rate)} left" if rate > 0 else ""
-        percent = 100 * self.done / self.total
-        return f"{text} of {self.total:.0f} {self.unit}s ({percent:.0f}%), {speed}{left}"
+        return f"{text} of {self.total:.0f} {self.unit}s ({self.done / self.total:.0%}), {speed}{left}"
 
     def __exit__(self, *_: object) -> None:
         if self.bar is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Any
@@ -64,8 +64,7 @@ class Number:
         groups = int(index[-1]) + 1
         sums = torch.zeros(groups, dtype=torch.float64).index_add(0, index, influence.double().cpu())
         error = float((sums / index.bincount()).std()) / math.sqrt(groups)
-        found = cls.of(value, error, groups)
-        return cls(value, error, found.low, found.high, influence)
+        return replace(cls.of(value, error, groups), influence=influence)
 
     def difference(self, before: Number) -> Number:
         """This less another over the same seeds: what the two share cancels image by image."""
@@ -73,10 +72,8 @@ class Number:
         if self.influence is None or before.influence is None:
             return Number(change)
         if len(self.influence) != len(before.influence):
-            raise ValueError(
-                f"{len(before.influence)} images before and {len(self.influence)} after: a paired difference "
-                "needs the same seeds in both"
-            )
+            counts = f"{len(before.influence)} images before and {len(self.influence)} after"
+            raise ValueError(f"{counts}: a paired difference needs the same seeds in both")
         found = Number.influenced(change, self.influence - before.influence)
         # No group moved alone: too few images to know how far it scatters.
         return Number(change) if found.error == 0 and change != 0 else found
@@ -88,13 +85,8 @@ class Number:
 
     def scaled(self, factor: float) -> Number:
         """In other units."""
-        ends = factor * self.low, factor * self.high
-        return Number(
-            factor * self.value,
-            abs(factor) * self.error,
-            *(ends if factor >= 0 else ends[::-1]),
-            self.influence,
-        )
+        low, high = (factor * self.low, factor * self.high)[:: 1 if factor >= 0 else -1]
+        return Number(factor * self.value, abs(factor) * self.error, low, high, self.influence)
 
     @property
     def reach(self) -> Any:
@@ -136,26 +128,18 @@ def student_cdf(t: float, dof: int) -> float:
     """
     theta = math.atan2(t, math.sqrt(dof))
     cos2 = math.cos(theta) ** 2
-    if dof % 2:
-        total, term = 0.0, math.cos(theta)
-        for k in range(1, (dof - 1) // 2 + 1):
-            total += term
-            term *= cos2 * (2 * k) / (2 * k + 1)
-        inside = (2 / math.pi) * (theta + math.sin(theta) * total)
-    else:
-        total, term = 0.0, 1.0
-        for k in range(1, dof // 2 + 1):
-            total += term
-            term *= cos2 * (2 * k - 1) / (2 * k)
-        inside = math.sin(theta) * total
-    return 0.5 + 0.5 * inside
+    odd = dof % 2
+    total, term = 0.0, math.cos(theta) if odd else 1.0
+    for k in range(2 + odd, dof + 1, 2):
+        total += term
+        term *= cos2 * (k - 1) / k
+    inside = math.sin(theta) * total
+    return 0.5 + 0.5 * (2 / math.pi * (theta + inside) if odd else inside)
 
 
 @lru_cache(maxsize=4096)
 def student_quantile(probability: float, dof: float) -> float:
-    """The t below which `probability` lies; for many degrees of freedom by its expansion in 1/dof.
-
-    Between whole degrees of freedom it is interpolated.
+    """The t below which `probability` lies, interpolated between whole dof; for many by expansion in 1/dof.
 
     >>> round(student_quantile(0.975, 15), 4), round(student_quantile(0.975, 50_000), 4)
     (2.1314, 1.96)
@@ -172,11 +156,10 @@ def student_quantile(probability: float, dof: float) -> float:
             (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
         )
         return z + sum(term / dof ** (k + 1) for k, term in enumerate(terms))
-    low, high, whole = -1.0, 1.0, int(dof)
-    while student_cdf(high, whole) < probability:
+    high, whole = 1.0, int(dof)
+    while student_cdf(high, whole) < max(probability, 1 - probability):
         high *= 2
-    while student_cdf(low, whole) > probability:
-        low *= 2
+    low = -high
     for _ in range(80):
         middle = 0.5 * (low + high)
         low, high = (middle, high) if student_cdf(middle, whole) < probability else (low, middle)
@@ -246,17 +229,14 @@ def _quantile(folds: Any) -> Any:
     """Student's for a 95% interval from so many folds, or from each of a tensor of numbers of them."""
     if not isinstance(folds, Tensor):
         return student_quantile(0.975, max(folds - 1, 1))
-    values = [student_quantile(0.975, max(count - 1, 1)) for count in folds.double().flatten().tolist()]
+    values = [_quantile(count) for count in folds.double().flatten().tolist()]
     return torch.tensor(values, dtype=torch.float64).reshape(folds.shape)
 
 
 def trapezoid_weights(x: Tensor) -> Tensor:
     """Weights w with sum w y = the trapezoid integral of y over |x|; a single point weighs nothing."""
-    gaps = x.diff().abs()
-    weights = torch.zeros_like(x)
-    weights[1:] += 0.5 * gaps
-    weights[:-1] += 0.5 * gaps
-    return weights
+    gaps = torch.nn.functional.pad(x.diff().abs(), (1, 1))
+    return 0.5 * (gaps[1:] + gaps[:-1])
 
 
 def told(change: Number, more_is_better: bool = False) -> str:
@@ -269,6 +249,5 @@ def told(change: Number, more_is_better: bool = False) -> str:
         return f"{change.value:+.3g} (too few images for an interval)"
     if change.low == change.high == 0:
         return "none"
-    word = {0: "within noise", 1: "better" if more_is_better else "WORSE"}
-    word[-1] = "WORSE" if more_is_better else "better"
-    return f"{change.value:+.3g} ({change.low:+.3g} to {change.high:+.3g}) {word[change.sign]}"
+    words = ("WORSE", "within noise", "better")[:: 1 if more_is_better else -1]  # by sign
+    return f"{change.value:+.3g} ({change.low:+.3g} to {change.high:+.3g}) {words[1 + change.sign]}"

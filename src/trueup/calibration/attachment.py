@@ -22,7 +22,7 @@ from trueup.calibration.calibration import Calibration, load
 from trueup.calibration.hook import CorrectOutput
 from trueup.calibration.trajectory import Sampler, Trajectory, choose
 from trueup.denoiser import Binding, Denoiser, corrections, fingerprint, unwrapped
-from trueup.denoiser.weights import is_sharded
+from trueup.denoiser.network import is_sharded
 from trueup.errors import Argument, AttachError, MismatchError
 from trueup.hf import is_pipeline, network_of, schedule
 from trueup.hf.loading import config_of

@@ -13,7 +13,7 @@ from trueup.calibration.artifact import KIND, identity_of, pack_calibration, unp
 from trueup.calibration.correction import Correction
 from trueup.calibration.evidence import Evidence
 from trueup.calibration.trajectory import Trajectory
-from trueup.denoiser import same_weights
+from trueup.denoiser.network import same_weights
 from trueup.errors import ArtifactError
 from trueup.files import load_tensors, save_tensors
 from trueup.parametrization import Parametrization

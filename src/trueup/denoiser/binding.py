@@ -56,14 +56,8 @@ class Binding:
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Binding:
         """From plain values."""
-        places = {n: None if settings[n] is None else Place(**settings[n]) for n in ("x", "t", "y")}
-        scale, offset = float(settings["scale"]), float(settings["offset"])
-        return cls(places["x"], places["t"], places["y"], scale, offset)  # type: ignore[arg-type]
-
-
-def default_binding(network: nn.Module, conditional: bool = False) -> Binding:
-    """That of `network(x_t, t)`, or of `network(x_t, t, y)`."""
-    return Binding(_place(network, 0), _place(network, 1), _place(network, 2) if conditional else None)
+        x, t, y = (None if settings[n] is None else Place(**settings[n]) for n in ("x", "t", "y"))
+        return cls(x, t, y, float(settings["scale"]), float(settings["offset"]))  # type: ignore[arg-type]
 
 
 def find_binding(network: nn.Module, call: Any, x_t: Tensor, times: Tensor, y: Any) -> Binding | None:
@@ -100,21 +94,17 @@ def find_binding(network: nn.Module, call: Any, x_t: Tensor, times: Tensor, y: A
     time = next((k for k, line in lines.items() if line is not None), None)
     if x is None or time is None:
         return None
-    place = None if label is None else _place(inner, label)
-    return Binding(_place(inner, x), _place(inner, time), place, *(lines[time] or ()))
+    y_place = None if label is None else place(inner, label)
+    return Binding(place(inner, x), place(inner, time), y_place, *(lines[time] or ()))
 
 
-def _parameters(network: nn.Module) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+def place(network: nn.Module, key: int | str) -> Place:
+    """Where a network takes the argument that was passed at a position or by a name."""
     try:
-        parameters = inspect.signature(network.forward).parameters.values()
+        parameters = inspect.signature(unwrapped(network).forward).parameters.values()
     except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.kind in kinds]
-
-
-def _place(network: nn.Module, key: int | str) -> Place:
-    names = _parameters(unwrapped(network))
+        parameters = {}.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if isinstance(key, int):
         return Place(key, names[key] if key < len(names) else None)
     return Place(names.index(key) if key in names else None, key)
@@ -134,12 +124,8 @@ def _mean(raw: Any, channels: int) -> Tensor | None:
 
 
 def _same(value: Any, tensor: Any) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and isinstance(tensor, Tensor)
-        and value.shape == tensor.shape
-        and torch.equal(value.to(tensor), tensor)
-    )
+    tensors = isinstance(value, Tensor) and isinstance(tensor, Tensor)
+    return tensors and value.shape == tensor.shape and torch.equal(value.to(tensor), tensor)
 
 
 def _line(values: list[Any], times: Tensor) -> tuple[float, float] | None:

@@ -8,17 +8,16 @@ import json
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trueup.denoiser.binding import Binding, default_binding, find_binding
+from trueup.denoiser.binding import Binding, find_binding, place
 from trueup.denoiser.memory import in_parts, out_of_memory
-from trueup.denoiser.network import Correcting, corrections, eagerly, prediction, unwrapped
-from trueup.denoiser.weights import fingerprint
+from trueup.denoiser.network import corrections, eagerly, fingerprint, prediction, unwrapped
 from trueup.errors import ModelError
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess
@@ -80,7 +79,7 @@ class Denoiser:
             raise ModelError("wrap the autoencoder, so that its scaling is known: trueup.hf.Autoencoder(vae)")
         self.autoencoder = autoencoder
         self.scheduler_config = None if scheduler_config is None else dict(scheduler_config)
-        self.correction: Correcting | None = None  # where the network itself cannot carry one
+        self.correction: Any = None  # where the network itself cannot carry one
         self.description = description or type(unwrapped(network)).__name__
         self._call = call or network
         self._device, self._dtype, self._batch_size = device, dtype, _checked(batch_size)
@@ -90,15 +89,10 @@ class Denoiser:
         self._whole_times: bool | None = None  # None until somebody has tried
         self._binding: Binding | types.EllipsisType | None = ...  # not yet looked for
 
-    # What it is made of ------------------------------------------------------------------------------------
-
-    def _weight(self) -> Tensor | None:
-        return next(self.network.parameters(), None) if isinstance(self.network, nn.Module) else None
-
     @property
     def device(self) -> torch.device:
         """Where the network is now, or will run."""
-        weight = self._weight()
+        weight = next(self.network.parameters(), None) if isinstance(self.network, nn.Module) else None
         if weight is not None and weight.device.type != "meta":
             hook = getattr(unwrapped(self.network), "_hf_hook", None)  # accelerate moves weights when called
             return torch.device(getattr(hook, "execution_device", None) or weight.device)
@@ -146,7 +140,9 @@ class Denoiser:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Denoiser:
         own_call = self._call is not self.network
-        if (own_call and isinstance(self._call, (types.FunctionType, partial))) or _encloses(self.network):
+        cells = getattr(self.network, "__closure__", None) or ()
+        encloses = any(isinstance(cell.cell_contents, nn.Module) for cell in cells)  # copies would share it
+        if (own_call and isinstance(self._call, (types.FunctionType, partial))) or encloses:
             raise ModelError(
                 "this Denoiser calls a function that holds on to its network, and so would a copy, which "
                 "then runs the original: copy the network and make another Denoiser around it"
@@ -170,8 +166,6 @@ class Denoiser:
             "prediction": self.parametrization.settings(),
             "model range": list(self.data_range) if self.data_range is not None else None,
         }
-
-    # The one call ------------------------------------------------------------------------------------------
 
     def eps(self, x_t: Tensor, t: Tensor | float, y: Any = None) -> Tensor:
         """The noise the network finds in x_t (B, *shape) at t, one time or one per row; float32 or finer."""
@@ -203,12 +197,12 @@ class Denoiser:
 
     def _times(self, t: Tensor, x_t: Tensor, y: Any) -> Tensor:
         """Times as the network takes them, (B,) beside x_t; whole ones as integers, if it was trained so."""
-        whole = self.process.integer_times and not t.is_floating_point()
+        whole = not t.is_floating_point()
         if self.process.integer_times and not whole:
             on_cpu = t.device.type == "cpu"  # elsewhere looking would wait for the device
             whole = (on_cpu and bool((t == t.round()).all())) or self.takes_whole_times_only(y)
-        if whole:
-            t = t.round().to(torch.int64) if t.is_floating_point() else t.to(torch.int64)
+        if self.process.integer_times and whole:
+            t = t.round().to(torch.int64)
         else:
             t = t.to(torch.float64 if torch.float64 in (x_t.dtype, self.dtype) else torch.float32)
         # A copy, since a network may change what it is given.
@@ -223,23 +217,17 @@ class Denoiser:
                 raise
             raise ModelError("the network does not know one of these labels: it has fewer classes") from None
         channels = self.shape[0]
-        if (output.shape[:1], output.shape[2:]) != (x_t.shape[:1], x_t.shape[2:]):
+        if output.shape not in [(len(x_t), c, *x_t.shape[2:]) for c in (channels, 2 * channels)]:
+            shapes = f"{tuple(output.shape)} for an input of {tuple(x_t.shape)}"
             raise ModelError(
-                f"the network returned {tuple(output.shape)} for an input of {tuple(x_t.shape)}: "
-                "the batch and spatial sizes must agree"
-            )
-        if output.shape[1] not in (channels, 2 * channels):
-            raise ModelError(
-                f"the network returned {output.shape[1]} channels for {channels}: expected {channels}, "
-                f"or {2 * channels} with a learned variance"
+                f"the network returned {shapes}: batch and spatial sizes must agree, and channels be "
+                f"{channels}, or {2 * channels} with a learned variance"
             )
         output = output if output.dtype == torch.float64 else output.float()
         if self.correction is not None and self.correction.enabled:
-            mean = self.correction.correct(output[:, :channels], x_t, times, y)  # type: ignore[attr-defined]
+            mean = self.correction.correct(output[:, :channels], x_t, times, y)
             output = torch.cat([mean, output[:, channels:]], 1) if output.shape[1] > channels else mean
         return output
-
-    # What can only be found by trying -----------------------------------------------------------------------
 
     def takes_whole_times_only(self, y: Any = None) -> bool:
         """Whether the network tells only whole timesteps apart (an embedding table, a cast).
@@ -283,7 +271,8 @@ class Denoiser:
             if not isinstance(self.network, nn.Module):
                 self._binding = None
             elif self._call is self.network:
-                self._binding = default_binding(unwrapped(self.network), self.conditional)
+                x, t, label = (place(self.network, i) for i in range(3))
+                self._binding = Binding(x, t, label if self.conditional else None)
             elif self.conditional and y is None:
                 return None  # for now: nobody can try without a label
             else:
@@ -301,8 +290,6 @@ class Denoiser:
         with self.evaluating(), self.bare():
             return find_binding(self.network, self._call, x_t, told, labels)  # type: ignore[arg-type]
 
-    # States it can be in ------------------------------------------------------------------------------------
-
     @property
     def corrected(self) -> bool:
         """Whether a calibration is attached."""
@@ -312,37 +299,28 @@ class Denoiser:
     def bare(self) -> Iterator[None]:
         """Without the correction that may be attached."""
         found = [*corrections(self.network), *([self.correction] if self.correction is not None else [])]
-        enabled = [correction.enabled for correction in found]
-        try:
-            for correction in found:
-                correction.enabled = False
-            with eagerly() if found else nullcontext():
-                yield
-        finally:
-            for correction, was in zip(found, enabled, strict=True):
-                correction.enabled = was
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """With the network in evaluation mode (no dropout), and back as it was afterwards."""
-        modules = list(self.network.modules()) if isinstance(self.network, nn.Module) else []
-        training = [module.training for module in modules]
-        try:
-            for module in modules:
-                module.training = False
+        with _off(found, "enabled"), eagerly() if found else nullcontext():
             yield
-        finally:
-            for module, was in zip(modules, training, strict=True):
-                module.training = was
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """With the network in evaluation mode (no dropout), and back as it was afterwards."""
+        return _off(self.network.modules() if isinstance(self.network, nn.Module) else (), "training")
+
+
+@contextmanager
+def _off(objects: Iterable[Any], name: str) -> Iterator[None]:
+    """With an attribute of some objects set to False, and back as it was afterwards."""
+    before = [(one, getattr(one, name)) for one in objects]
+    try:
+        for one, _ in before:
+            setattr(one, name, False)
+        yield
+    finally:
+        for one, was in before:
+            setattr(one, name, was)
 
 
 def _checked(batch_size: int | None) -> int | None:
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise ModelError(f"batch_size is a whole number of at least 1, not {batch_size!r}")
     return batch_size
-
-
-def _encloses(function: Any) -> bool:
-    """Whether a function has a network inside, which copies of the function would share."""
-    cells = getattr(function, "__closure__", None) or ()
-    return any(isinstance(cell.cell_contents, nn.Module) for cell in cells)

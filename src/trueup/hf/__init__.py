@@ -1,8 +1,4 @@
-"""diffusers: models, pipelines and saved directories as denoisers, autoencoders, schedules.
-
-The only room that imports diffusers, and only when it must load something; everything else works on the
-objects it is handed.
-"""
+"""The only room that imports diffusers, and only to load something: its models, pipelines and schedules."""
 
 from trueup.hf.autoencoder import Autoencoder
 from trueup.hf.models import as_denoiser, is_pipeline, network_of

@@ -20,19 +20,15 @@ class Autoencoder:
     """Pictures in -1..1 to latents in the network's own scale, and back; a directory is loaded if needed."""
 
     def __init__(self, module: nn.Module | str | Path, device: torch.device | str | None = None):
-        if not isinstance(module, (str, Path)) and not (
-            hasattr(module, "decode") and hasattr(module, "encode")
-        ):
-            raise ModelError(f"{type(module).__name__} is no autoencoder: it has no encode and decode")
-        self._given, self._device = module, device
+        self._given = module if isinstance(module, (str, Path)) else _checked(module)
+        self._device = device
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # of pictures, by their latents'
 
     @cached_property
     def module(self) -> Any:
         """The autoencoder itself."""
-        module = load_network(Path(self._given)) if isinstance(self._given, (str, Path)) else self._given
-        if not hasattr(module, "decode"):
-            raise ModelError(f"{self._given} is no autoencoder: it has no decode")
+        given = self._given
+        module = _checked(load_network(Path(given))) if isinstance(given, (str, Path)) else given
         return module if self._device is None else module.to(self._device)
 
     @cached_property
@@ -66,11 +62,11 @@ class Autoencoder:
         found = self.module.encode(pictures.to(next(self.module.parameters())))
         distribution = getattr(found, "latent_dist", None)
         named = (getattr(found, name, None) for name in ("latents", "latent"))
-        latents = (
-            distribution.mode() if distribution is not None else next(filter(torch.is_tensor, named), None)
-        )
-        if latents is None:
-            latents = prediction(found)
+        if distribution is not None:
+            latents = distribution.mode()
+        else:
+            latents = next((value for value in named if isinstance(value, Tensor)), None)
+            latents = prediction(found) if latents is None else latents
         scale, shift = self._scaling(latents)
         latents = ((latents - shift) * scale).float()
         if not torch.isfinite(latents).all():
@@ -91,3 +87,9 @@ class Autoencoder:
             wide = (1, -1, *[1] * (like.ndim - 2))
             return scale / like.new_tensor(std).view(wide), like.new_tensor(mean).view(wide)
         return like.new_tensor(scale), like.new_tensor(shift)
+
+
+def _checked(module: Any) -> Any:
+    if not (hasattr(module, "decode") and hasattr(module, "encode")):
+        raise ModelError(f"{type(module).__name__} is no autoencoder: it has no encode and decode")
+    return module

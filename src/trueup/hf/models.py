@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +26,13 @@ _AUTOENCODERS = ("vae", "vqvae")
 
 def is_pipeline(obj: Any) -> bool:
     """Something with a denoising network and a scheduler inside."""
-    return hasattr(obj, "scheduler") and any(isinstance(getattr(obj, n, None), nn.Module) for n in _NETWORKS)
+    return hasattr(obj, "scheduler") and network_of(obj) is not None
 
 
-def network_of(pipeline: Any) -> nn.Module:
-    """The denoising network of a pipeline."""
-    for name in _NETWORKS:
-        module = getattr(pipeline, name, None)
-        if isinstance(module, nn.Module):
-            return module
-    raise ModelError(f"{type(pipeline).__name__} has neither a unet nor a transformer")
+def network_of(pipeline: Any) -> Any:
+    """The denoising network of a pipeline, or None."""
+    found = (getattr(pipeline, name, None) for name in _NETWORKS)
+    return next((module for module in found if isinstance(module, nn.Module)), None)
 
 
 def as_denoiser(
@@ -61,36 +58,37 @@ def as_denoiser(
             raise ModelError("a Denoiser already carries its process, what it predicts and its autoencoder")
         model = model.to(device) if device is not None else model
         return model.with_batch_size(batch_size)
-    opened = _open(model)
-    config = _scheduler_config(scheduler) if scheduler is not None else opened.scheduler
+    network, config, autoencoder = _open(model)
+    config = _scheduler_config(scheduler) if scheduler is not None else config
     if process is None or prediction is None:
         if config is None:
+            name = model if isinstance(model, (str, Path)) else type(model).__name__
             raise ModelError(
-                f"{_name(model)} has no scheduler, and alone a network does not say what noise it knows",
+                f"{name} has no scheduler, and alone a network does not say what noise it knows",
                 "pass the one it was trained with as {}",
                 Argument("scheduler"),
             )
         read_process, read_prediction = schedule(config)
         process, prediction = process or read_process, prediction or read_prediction
-    settings = config_of(opened.network)
+    settings = config_of(network)
     if settings.get("guidance_embeds"):
         raise ModelError(
             f"{settings['_class_name']} is distilled from guided outputs (guidance_embeds): they are not "
             "conditional expectations, so there is nothing to calibrate"
         )
-    _check_inputs(opened.network, settings["_class_name"])
-    labels = ("num_class_embeds", "num_embeds_ada_norm", "class_embed_type")
-    conditional = any(settings.get(name) for name in labels)
-    autoencoder = vae if vae is not None else opened.autoencoder
+    _check_inputs(network, settings["_class_name"])
+    labelled = ("num_class_embeds", "num_embeds_ada_norm", "class_embed_type")
+    conditional = any(settings.get(key) for key in labelled)
+    autoencoder = vae if vae is not None else autoencoder
     latent = autoencoder is not None and model_range is None
     if latent and not isinstance(autoencoder, Autoencoder):
         autoencoder = Autoencoder(autoencoder, device)
     denoiser = Denoiser(
-        opened.network,
+        network,
         process,
         prediction,
         _sample_shape(settings),
-        call=_WithLabels(opened.network) if conditional else None,
+        call=_WithLabels(network) if conditional else None,
         data_range=None if latent else model_range or (-1.0, 1.0),
         conditional=conditional,
         null_label=settings.get("num_embeds_ada_norm"),  # DiT's has a row more than there are classes
@@ -132,43 +130,29 @@ def _check_inputs(network: nn.Module, name: str) -> None:
 
 
 def _sample_shape(config: Mapping[str, Any]) -> tuple[int, ...]:
-    size, channels = config.get("sample_size"), config.get("in_channels")
+    name, size, channels = (config.get(key) for key in ("_class_name", "sample_size", "in_channels"))
     if size is None or channels is None:
-        raise ModelError(
-            f"{config.get('_class_name')} does not state its sample size: "
-            "wrap it in a trueup.Denoiser with shape="
-        )
+        raise ModelError(f"{name} does not state its sample size: wrap it in a trueup.Denoiser with shape=")
     if config.get("out_channels") not in (None, channels, 2 * channels):
         raise ModelError(
-            f"{config.get('_class_name')} takes {channels} channels and returns {config['out_channels']}: "
+            f"{name} takes {channels} channels and returns {config['out_channels']}: "
             "the others are a condition. Wrap it in a trueup.Denoiser whose `call` passes them"
         )
-    spatial = (size, size) if isinstance(size, int) else tuple(size)
-    if config.get("_class_name") == "UNet1DModel" and isinstance(size, int):
-        spatial = (size,)
-    return (int(channels), *spatial)
+    axes = 1 if name == "UNet1DModel" else 2
+    return (int(channels), *((size,) * axes if isinstance(size, int) else size))
 
 
-def _name(model: Any) -> str:
-    return str(model) if isinstance(model, (str, Path)) else type(model).__name__
-
-
-class _Opened(NamedTuple):
-    network: nn.Module
-    scheduler: dict[str, Any] | None  # its config
-    autoencoder: Any  # what a latent model's is made from, or None
-
-
-def _open(model: Any) -> _Opened:
+def _open(model: Any) -> tuple[nn.Module, dict[str, Any] | None, Any]:
+    """A network, its scheduler's config and what its autoencoder is made from, where it has them."""
     if isinstance(model, (str, Path)):
         return _load(bundled(model))
     if is_pipeline(model):
         found = config_of(model.scheduler) if model.scheduler is not None else None
         autoencoder = next((v for n in _AUTOENCODERS if (v := getattr(model, n, None)) is not None), None)
-        return _Opened(network_of(model), found, autoencoder)
+        return network_of(model), found, autoencoder
     config = getattr(unwrapped(model), "config", None)
     if isinstance(model, nn.Module) and isinstance(config, Mapping):
-        return _Opened(model, None, None)
+        return model, None, None
     raise ModelError(
         f"cannot read {type(model).__name__} as a diffusion model: pass a diffusers pipeline, model or "
         "directory, or wrap your network as trueup.Denoiser(network, process, prediction, shape)"
@@ -186,7 +170,7 @@ def _scheduler_config(scheduler: Any) -> dict[str, Any]:
     raise ModelError(f"cannot read a noise schedule from {type(scheduler).__name__}")
 
 
-def _load(path: Path) -> _Opened:
+def _load(path: Path) -> tuple[nn.Module, dict[str, Any] | None, Any]:
     if not path.is_dir():
         raise ModelError(
             f"{path} is not a directory: expected what save_pretrained writes (a name on the Hub must be "
@@ -209,4 +193,4 @@ def _load(path: Path) -> _Opened:
         raise ModelError(f"{path} has neither model_index.json nor config.json: not a diffusers directory")
     found = next((p for place in places if (p := place / "scheduler_config.json").exists()), None)
     autoencoder = home / wanted[0] if wanted else None
-    return _Opened(network, read_json(found) if found is not None else None, autoencoder)
+    return network, read_json(found) if found is not None else None, autoencoder

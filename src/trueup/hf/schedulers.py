@@ -26,18 +26,9 @@ from trueup.solvers import SCHEDULERS, check_name
 LEARNED_VARIANCE = ("DDPMScheduler", "DDPMParallelScheduler")  # those that use a learned variance
 # What schedulers know of; other outputs are turned into noise predictions.
 _PREDICTION_TYPES = {"data": "sample", "velocity": "v_prediction", "edm_velocity": "v_prediction"}
-_WITHOUT_DATA = (
-    "PNDMScheduler",
-    "EulerAncestralDiscreteScheduler",
-    "KDPM2DiscreteScheduler",
-    "KDPM2AncestralDiscreteScheduler",
-)
-_FLOWS = (  # step through flows, if they are told to
-    "DPMSolverMultistepScheduler",
-    "DPMSolverSinglestepScheduler",
-    "UniPCMultistepScheduler",
-    "DEISMultistepScheduler",
-)
+_WITHOUT_DATA = ("PNDM", "EulerAncestralDiscrete", "KDPM2Discrete", "KDPM2AncestralDiscrete", "EDM")
+# Step through flows, if they are told to.
+_FLOWS = ("FlowMatch", "DPMSolverMultistep", "DPMSolverSinglestep", "UniPCMultistep", "DEISMultistep")
 _TIMESTEPS = 1000
 
 
@@ -48,7 +39,7 @@ def offered(name: str, denoiser: Denoiser) -> bool:
     """
     kind, noise = SCHEDULERS.get(name, (name, {}))[0], denoiser.process.kind
     if kind.startswith("FlowMatch") or noise == "flow":
-        return noise == "flow" and (kind.startswith("FlowMatch") or kind in _FLOWS)
+        return noise == "flow" and kind.startswith(_FLOWS)
     return noise in ("edm", "ve") if kind.startswith("EDM") else True
 
 
@@ -64,10 +55,10 @@ def make_scheduler(name: str, denoiser: Denoiser) -> tuple[Any, bool]:
         check_name(name.removesuffix("Scheduler"))
         raise TrueupError(f"diffusers has no scheduler {kind}")
     if denoiser.scheduler_config is not None:
-        scheduler = _set_up(name, made, {**denoiser.scheduler_config}, settings, denoiser)
+        scheduler = _set_up(name, made, denoiser.scheduler_config | settings, denoiser)
         if scheduler_process(scheduler)[0].agrees_with(denoiser.process):
             return scheduler, True
-    scheduler = _set_up(name, made, _config(kind, denoiser), settings, denoiser)
+    scheduler = _set_up(name, made, _config(kind, denoiser) | settings, denoiser)
     if not offered(name, denoiser) or not _same_levels(scheduler_process(scheduler)[0], denoiser.process):
         raise MismatchError(
             f"{name} does not step through the noise of this network ({denoiser.process.kind})"
@@ -83,12 +74,12 @@ def _same_levels(scheduled: NoiseProcess, process: NoiseProcess) -> bool:
     return all(abs(float(scheduled.lam(s) - process.lam(t))) < 0.01 for s, t in ends)
 
 
-def _set_up(
-    name: str, made: Any, config: dict[str, Any], settings: dict[str, Any], denoiser: Denoiser
-) -> Any:
+def _set_up(name: str, made: Any, config: dict[str, Any], denoiser: Denoiser) -> Any:
     kind = made.__name__
     known = inspect.signature(made).parameters
-    changes = {**settings, "prediction_type": _PREDICTION_TYPES.get(denoiser.parametrization.name, "epsilon")}
+    changes: dict[str, Any] = {
+        "prediction_type": _PREDICTION_TYPES.get(denoiser.parametrization.name, "epsilon")
+    }
     if kind not in LEARNED_VARIANCE:
         config.pop("variance_type", None)  # they are handed the mean alone
     if denoiser.process.kind == "flow":
@@ -96,7 +87,7 @@ def _set_up(
         if "use_flow_sigmas" in known:
             changes |= {"use_flow_sigmas": True, "flow_shift": config.get("shift") or 1.0}
         changes["prediction_type"] = "flow_prediction"
-    elif changes["prediction_type"] == "sample" and (kind in _WITHOUT_DATA or kind.startswith("EDM")):
+    elif changes["prediction_type"] == "sample" and kind.startswith(_WITHOUT_DATA):
         changes["prediction_type"] = "epsilon"
     config.pop("_use_default_values", None)  # or from_config drops what was a default of the model's own
     try:
@@ -115,18 +106,15 @@ def _config(kind: str, denoiser: Denoiser) -> dict[str, Any]:
         sigma_max, sigma_min = (float((-process.lam(t)).exp()) for t in (process.t_max, process.t_min))
         sigma_data = denoiser.parametrization.sigma_data or getattr(process, "sigma_data", 0.5)
         return {"sigma_min": sigma_min, "sigma_max": sigma_max, "sigma_data": sigma_data}
-    own = isinstance(process, DiscreteVP)
-    alphas_cumprod = process.alphas_cumprod if isinstance(process, DiscreteVP) else _carrier(process)
-    before = torch.cat([torch.ones(1, dtype=torch.float64), alphas_cumprod[:-1]])
+    if isinstance(process, DiscreteVP):
+        alphas_cumprod, more = process.alphas_cumprod, {}
+    else:  # timesteps that are even in lam, from the first level to the last
+        first, last = float(process.lam(process.t_min)), float(process.lam(process.t_max))
+        alphas_cumprod = torch.sigmoid(2 * torch.linspace(first, last, _TIMESTEPS, dtype=torch.float64))
+        more = {"timestep_spacing": "trailing"}
+    before = torch.cat([torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]])
     betas = (1 - alphas_cumprod / before).tolist()
-    config = {"num_train_timesteps": len(betas), "trained_betas": betas, "clip_sample": False}
-    return config if own else config | {"timestep_spacing": "trailing"}
-
-
-def _carrier(process: NoiseProcess) -> torch.Tensor:
-    """alphas_cumprod of timesteps that are even in lam, from a process's first level to its last."""
-    first, last = float(process.lam(process.t_min)), float(process.lam(process.t_max))
-    return torch.sigmoid(2 * torch.linspace(first, last, _TIMESTEPS, dtype=torch.float64))
+    return {"num_train_timesteps": len(betas), "trained_betas": betas, "clip_sample": False, **more}
 
 
 def scheduler_process(scheduler: Any) -> tuple[NoiseProcess, Any]:

@@ -15,13 +15,7 @@ from trueup import process as processes
 from trueup.errors import ModelError
 from trueup.parametrization import Parametrization
 
-_PREDICTIONS = {
-    "epsilon": "noise",
-    "sample": "data",
-    "v_prediction": "velocity",
-    "flow_prediction": "flow",
-}
-_FLOW_PREDICTIONS = {"epsilon": "noise", "sample": "data", "flow_prediction": "flow"}
+_PREDICTIONS = {"epsilon": "noise", "sample": "data", "v_prediction": "velocity", "flow_prediction": "flow"}
 _DISTILLED = {
     "CMStochasticIterativeScheduler": "a consistency model",
     "ConsistencyDecoderScheduler": "a consistency model",
@@ -68,20 +62,18 @@ def _schedule(name: str, config: Mapping[str, Any]) -> tuple[processes.NoiseProc
         return processes.Flow(time_scale=float(steps)), Parametrization("flow")
     if name.startswith("EDM"):
         sigma_data = float(config.get("sigma_data", 0.5))
-        edm = processes.EDM(
-            sigma_data, float(config.get("sigma_min", 0.002)), float(config.get("sigma_max", 80))
-        )
+        ends = float(config.get("sigma_min", 0.002)), float(config.get("sigma_max", 80))
         names = {"epsilon": "edm", "v_prediction": "edm_velocity"}
         if kind not in names:
             raise ModelError(f"{name} knows no prediction type {kind!r}; expected epsilon or v_prediction")
-        return edm, Parametrization(names[kind], sigma_data)
+        return processes.EDM(sigma_data, *ends), Parametrization(names[kind], sigma_data)
     if kind not in _PREDICTIONS:
         known = ", ".join(_PREDICTIONS)
         raise ModelError(f"unknown prediction type {kind!r} in the scheduler; known: {known}")
     if config.get("use_flow_sigmas") or kind == "flow_prediction":
-        if kind not in _FLOW_PREDICTIONS:
+        if kind == "v_prediction":
             raise ModelError(f"{name} with use_flow_sigmas has no meaning for a {kind!r} prediction")
-        return processes.Flow(time_scale=float(steps)), Parametrization(_FLOW_PREDICTIONS[kind])
+        return processes.Flow(time_scale=float(steps)), Parametrization(_PREDICTIONS[kind])
     if config.get("beta_schedule") is None and config.get("trained_betas") is None:
         raise ModelError(
             f"the config of {name or 'the scheduler'} names no beta_schedule, so what noise it puts at which "
@@ -89,22 +81,17 @@ def _schedule(name: str, config: Mapping[str, Any]) -> tuple[processes.NoiseProc
         )
     process = processes.DiscreteVP(_alphas_cumprod(config, steps))
     if config.get("timestep_type") == "continuous" and kind == "v_prediction":
-        return _continuous(process, config), Parametrization("velocity")
+        # Euler's: the network receives ln(sigma)/4, and sigma has a range of its own.
+        low = config.get("sigma_min") or (-process.lam(process.t_min)).exp()
+        high = config.get("sigma_max") or (-process.lam(process.t_max)).exp()
+        return processes.EDM(1.0, float(low), float(high)), Parametrization("velocity")
     return process, Parametrization(_PREDICTIONS[kind])
 
 
-def _continuous(process: processes.DiscreteVP, config: Mapping[str, Any]) -> processes.EDM:
-    """Euler's continuous timesteps: the network receives ln(sigma)/4, and sigma has a range of its own."""
-    ends = [float((-process.lam(t)).exp()) for t in (process.t_min, process.t_max)]
-    low, high = (config.get(name) or end for name, end in zip(("sigma_min", "sigma_max"), ends, strict=True))
-    return processes.EDM(1.0, float(low), float(high))
-
-
 def _alphas_cumprod(config: Mapping[str, Any], steps: int) -> torch.Tensor:
-    trained = config.get("trained_betas")
     name = str(config.get("beta_schedule"))
-    if trained is not None:
-        process = processes.DiscreteVP.from_betas(trained)
+    if config.get("trained_betas") is not None:
+        process = processes.DiscreteVP.from_betas(config["trained_betas"])
     elif name == "squaredcos_cap_v2":
         process = processes.DiscreteVP.cosine(steps)
     elif name in ("linear", "scaled_linear", "sigmoid"):
@@ -122,14 +109,9 @@ def _alphas_cumprod(config: Mapping[str, Any], steps: int) -> torch.Tensor:
         raise ModelError(
             f"unknown beta schedule {name!r}; pass process=trueup.process.DiscreteVP(alphas_cumprod)"
         )
-    alphas_cumprod = process.alphas_cumprod
     shift = float(config.get("snr_shift_scale") or 1.0)  # CogVideoX
-    return _rescale(alphas_cumprod / (shift + (1.0 - shift) * alphas_cumprod), config)
-
-
-def _rescale(alphas_cumprod: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
+    alphas_cumprod = process.alphas_cumprod / (shift + (1.0 - shift) * process.alphas_cumprod)
     if not config.get("rescale_betas_zero_snr"):
         return alphas_cumprod
     root = alphas_cumprod.sqrt()  # shifted to end at zero, scaled to keep its start
-    root = (root - root[-1]) * root[0] / (root[0] - root[-1])
-    return root**2
+    return ((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2

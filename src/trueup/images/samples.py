@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,31 +17,12 @@ from torch import Tensor
 
 from trueup.errors import Argument, DataError, ImageError
 from trueup.files import printable
+from trueup.images import sources
 from trueup.images.images import as_images
-from trueup.images.sources import (
-    channels_first,
-    is_indexed,
-    open_source,
-    picture_to_array,
-    read_image,
-    refuse_other_depths,
-    split_row,
-    to_tensor,
-    upright,
-)
 from trueup.noise import hashed, mix
 
 if TYPE_CHECKING:
     from trueup.denoiser import Denoiser
-
-_RESIZE = (
-    "pass {} (and {}) or {}",
-    (
-        Argument("resize", "shorter"),
-        Argument("crop", "center"),
-        Argument("resize", "exact"),
-    ),
-)
 
 
 @dataclass
@@ -71,27 +52,20 @@ class Batch:
 
     def rows(self, part: slice) -> Batch:
         """Some of them."""
-        return Batch(*(None if v is None else v[part] for v in self._parts()))  # type: ignore[arg-type]
-
-    def _parts(self) -> tuple[Tensor | None, ...]:
-        return self.index, self.x0, self.y, self.digests, self.group
+        parts = {name: v[part] for name, v in vars(self).items() if v is not None}
+        return replace(self, **parts)
 
     def to(self, device: torch.device) -> Batch:
         """On another device; digests stay where they are."""
-        parts = self.index, self.x0, self.y, None, self.group
-        moved = [None if v is None else v.to(device) for v in parts]
-        return Batch(moved[0], moved[1], moved[2], self.digests, moved[4])  # type: ignore[arg-type]
+        parts = {name: v for name, v in vars(self).items() if v is not None and name != "digests"}
+        return replace(self, **{name: v.to(device) for name, v in parts.items()})
 
 
 def open_images(data: Any, denoiser: Denoiser, *, count: int | None = None, exact: bool = False) -> Samples:
     """`Images`, or `count` of anything that holds some, as samples of a model."""
-    return Samples(
-        as_images(data, count),
-        denoiser.shape,
-        denoiser.data_range,
-        autoencoder=denoiser.autoencoder if denoiser.data_range is None else None,
-        exact=exact,
-    )
+    images = as_images(data, count)
+    autoencoder = denoiser.autoencoder if denoiser.data_range is None else None
+    return Samples(images, denoiser.shape, denoiser.data_range, autoencoder=autoencoder, exact=exact)
 
 
 class Samples:
@@ -121,20 +95,17 @@ class Samples:
         self.shape, self.model_range = tuple(shape), model_range
         self.autoencoder = autoencoder  # makes latents of pictures
         self.encode = encode  # or leaves them pictures, in -1..1
-        self.source, self.labels, self.name = open_source(images.source)
+        self.source, self.labels, self.name = sources.open_source(images.source)
         if images.labels is not None:
             self.labels = images.labels
-        self.indexed = is_indexed(self.source)
-        self._check_lengths()
-        self.signed = False  # whether float samples have shown that they use the model's range
-        self._once = enumerate(self._unbatched()) if isinstance(self.source, Iterator) else None
-        self._gone: set[int] = set()  # indices of a generator's samples that were handed out
-
-    def _check_lengths(self) -> None:
-        for name, values in (("labels", self.labels), ("groups", self.images.groups)):
+        self.indexed = sources.is_indexed(self.source)
+        for name, values in (("labels", self.labels), ("groups", images.groups)):
             count = len(values) if self.indexed and isinstance(values, Sized) else None
             if count is not None and count != len(self.source):
                 raise DataError(f"{self.name} holds {len(self.source)} images, and there are {count} {name}")
+        self.signed = False  # whether float samples have shown that they use the model's range
+        self._once = enumerate(self._unbatched()) if isinstance(self.source, Iterator) else None
+        self._gone: set[int] = set()  # indices of a generator's samples that were handed out
 
     def __len__(self) -> int:
         """How many samples will be used, bad ones included; raises TypeError for a stream."""
@@ -209,24 +180,19 @@ class Samples:
 
     def _items(self, skip: Collection[int]) -> Iterator[tuple[int, Any]]:
         if self.indexed:
-            for index in self._order():
+            for index in range(len(self.source)) if self._drawn is None else self._drawn.tolist():
                 yield index, self.source[index]
-        elif self._once is not None:
-            if not all(index + self.images.offset in skip for index in self._gone):
-                raise DataError(
-                    f"{self.name} can be read only once, and {len(self._gone)} samples of it are gone: "
-                    "pass a list or a dataset instead"
-                )
-            yield from self._once
-        else:
-            yield from enumerate(self._unbatched())
-
-    def _order(self) -> Any:
-        """All indices; where only some images are used, in an order that is drawn, and always the same."""
-        return range(len(self.source)) if self._drawn is None else self._drawn.tolist()
+            return
+        if not all(index + self.images.offset in skip for index in self._gone):
+            raise DataError(
+                f"{self.name} can be read only once, and {len(self._gone)} samples of it are gone: "
+                "pass a list or a dataset instead"
+            )
+        yield from self._once or enumerate(self._unbatched())
 
     @cached_property
     def _drawn(self) -> Tensor | None:
+        """All indices, where only some images are used, in an order that is drawn, and always the same."""
         if self.images.count is None:
             return None
         return hashed(torch.arange(len(self.source)), mix(self.images.seed)).argsort(stable=True)
@@ -240,7 +206,7 @@ class Samples:
     def _unbatched(self) -> Iterator[Any]:
         """A stream may yield samples or, as a DataLoader does, batches of them."""
         for item in self.source:
-            image, label = split_row(item)
+            image, label = sources.split_row(item)
             if isinstance(image, (Tensor, np.ndarray)) and image.ndim == len(self.shape) + 1:
                 labelled = isinstance(label, (list, tuple)) or getattr(label, "ndim", 0) > 0
                 if labelled and len(label) != len(image):
@@ -279,27 +245,23 @@ class Samples:
 
     def _row(self, index: int, item: Any) -> _Row:
         """One image as a sample, with the digest of what was read."""
-        image, label = split_row(item)
+        image, label = sources.split_row(item)
         label = label if self.labels is None else self._of(self.labels, index, "label")
         keys = self.images.groups
         group = keys(index) if callable(keys) else self._of(keys, index, "group")
-        where = printable(str(getattr(image, "filename", None) or f"sample {index} of {self.name}"))
-        if isinstance(image, (str, Path)):
-            where, image = printable(str(image)), read_image(Path(image))
-        elif isinstance(image, Image.Image):
-            image = upright(image, where)
-        if not isinstance(image, Image.Image):
-            image = to_tensor(image, where)
+        file = image if isinstance(image, (str, Path)) else getattr(image, "filename", None)
+        where = printable(str(file or f"sample {index} of {self.name}"))
+        pictured = isinstance(image, (str, Path, Image.Image))
+        pixels: Any = sources.read_image(image, where) if pictured else sources.to_tensor(image, where)
         shape, model_range = self.shape, self.model_range
-        picture = isinstance(image, Image.Image) or image.dtype == torch.uint8
-        encode = picture and self.autoencoder is not None
+        encode = self.autoencoder is not None and (pictured or pixels.dtype == torch.uint8)
         if encode:
             shape, model_range = self.autoencoder.picture_shape(self.shape), (-1.0, 1.0)
-        if isinstance(image, Image.Image):
+        if pictured:
             if self.exact:
-                refuse_other_depths(image, where)
-            image = to_tensor(picture_to_array(image, shape[0], where), where)
-        array = channels_first(image, shape, where)
+                sources.refuse_other_depths(pixels, where)
+            pixels = sources.to_tensor(sources.picture_to_array(pixels, shape[0], where), where)
+        array = sources.channels_first(pixels, shape, where)
         digest = _digest(array.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         if self.exact:
             self._note_depth(array.dtype == torch.uint8, where)
@@ -334,9 +296,9 @@ class Samples:
         if len(wanted) != 2 or array.dtype != torch.uint8:
             raise ImageError(f"{where} is {size}, the model takes {wanted}: resize it before handing it over")
         if resize is None and crop is None:
-            advice, arguments = _RESIZE
             text = f"{where} is {size[0]}x{size[1]}, the model takes {wanted[0]}x{wanted[1]}"
-            raise DataError(text, advice, *arguments)
+            ways = Argument("resize", "shorter"), Argument("crop", "center"), Argument("resize", "exact")
+            raise DataError(text, "pass {} (and {}) or {}", *ways)
         planes = [Image.fromarray(plane.numpy()) for plane in array]
         height, width = size
         if resize == "exact":
@@ -358,51 +320,46 @@ class Samples:
         return out
 
     def _scale(self, array: Tensor, model_range: tuple[float, float] | None, where: str) -> Tensor:
+        x0, eight_bit = array.to(torch.float32), array.dtype == torch.uint8
         if model_range is None:
-            if array.dtype == torch.uint8:
+            if eight_bit:
                 raise DataError(
                     f"{where} is an 8-bit picture, and the model takes latents: encode it with the model's "
                     "autoencoder first (a pipeline, or a directory with its vae beside it, does that itself)"
                 )
-            return array.to(torch.float32)
-        if array.dtype == torch.uint8:
-            low, high = 0.0, 255.0
-        elif array.is_floating_point():
-            x0 = array.to(torch.float32)
-            if self.images.data_range is None:
-                self._refuse_ambiguous(x0, where)
-                low, high = model_range
-            else:
-                low, high = self.images.data_range
-            slack = 1e-3 * (high - low)
-            if float(x0.min()) < low - slack or float(x0.max()) > high + slack:
-                raise DataError(
-                    f"{where} spans {float(x0.min()):.3g}..{float(x0.max()):.3g}, outside {low:g}..{high:g}",
-                    "say what range it is in with {}; data that are no pictures (latents, fields) take a "
-                    "Denoiser with data_range=None",
-                    Argument("data_range"),
-                )
-        else:
+            return x0
+        if not eight_bit and not array.is_floating_point():
             raise DataError(f"{where} holds {array.dtype} values; expected 8-bit or floating point")
+        low, high = (0.0, 255.0) if eight_bit else self.images.data_range or model_range
+        if not eight_bit:
+            self._check_range(x0, low, high, where)
         bottom, top = model_range
         if (low, high) == (bottom, top):
-            return array.to(torch.float32)  # not even rounded
-        return (array.to(torch.float32) - low) * ((top - bottom) / (high - low)) + bottom
+            return x0  # not even rounded
+        return (x0 - low) * ((top - bottom) / (high - low)) + bottom
 
-    def _refuse_ambiguous(self, x0: Tensor, where: str) -> None:
-        """A float image without a single value below zero is most likely in [0, 1], but we cannot know.
+    def _check_range(self, x0: Tensor, low: float, high: float, where: str) -> None:
+        """Refuse a float image that is not in its range, or that may be in another.
 
-        Unless one before it went far below zero, farther than resampling takes images in [0, 1].
+        One without a single value below zero is most likely in [0, 1], but we cannot know; unless one before
+        it went far below zero, farther than resampling takes images in [0, 1].
         """
-        assert self.model_range is not None
-        low, high = self.model_range
-        self.signed = self.signed or float(x0.min()) < low / 2
-        if low < 0 and not self.signed and float(x0.min()) >= 0 and float(x0.max()) <= high:
+        least, most, slack = float(x0.min()), float(x0.max()), 1e-3 * (high - low)
+        if self.images.data_range is None:
+            self.signed = self.signed or least < low / 2
+            if low < 0 and not self.signed and least >= 0 and most <= high:
+                raise DataError(
+                    f"{where} is floating point with no value below 0, and the model takes {low:g}..{high:g}",
+                    "pass {}, or {} if that is how it is meant",
+                    Argument("data_range", (0, 1)),
+                    Argument("data_range", (low, high)),
+                )
+        if least < low - slack or most > high + slack:
             raise DataError(
-                f"{where} is floating point with no value below 0, and the model takes {low:g}..{high:g}",
-                "pass {}, or {} if that is how it is meant",
-                Argument("data_range", (0, 1)),
-                Argument("data_range", (low, high)),
+                f"{where} spans {least:.3g}..{most:.3g}, outside {low:g}..{high:g}",
+                "say what range it is in with {}; data that are no pictures (latents, fields) take a "
+                "Denoiser with data_range=None",
+                Argument("data_range"),
             )
 
 

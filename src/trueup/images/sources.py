@@ -55,17 +55,14 @@ def is_indexed(source: Any) -> bool:
 
 
 def _list_images(folder: Path) -> list[str]:
-    """Every image below a folder, sorted; hidden files (thumbnails, ._ files) are left out.
-
-    As strings: a million of them fit in memory.
-    """
+    """Every image below a folder, sorted; hidden files (thumbnails, ._ files) are left out."""
     formats = Image.registered_extensions()
     known = {end for end, kind in formats.items() if kind in Image.OPEN and kind not in _NOT_PICTURES}
     found = (p for p in folder.rglob("*") if p.suffix.lower() in known and p.is_file())
     files = sorted(p for p in found if not any(n.startswith(".") for n in p.relative_to(folder).parts))
     if not files:
         raise DataError(printable(f"{folder} holds no image that Pillow can read"))
-    return [str(file) for file in files]
+    return [str(file) for file in files]  # as strings: a million of them fit in memory
 
 
 def _open_numpy(path: Path) -> tuple[Any, Any]:
@@ -121,25 +118,19 @@ def _memory() -> float:
         return math.inf
 
 
-def read_image(path: Path) -> Image.Image:
-    """A picture, decoded and turned the way its EXIF data says it is meant; a damaged one is named."""
+def read_image(picture: Any, where: str) -> Image.Image:
+    """A picture, or that of a file, decoded and turned as its EXIF data says; a damaged one is named."""
     try:
-        with Image.open(path) as image:
-            raw = [str(tile[3]) for tile in image.tile]  # loading drops what says 16 bits
-            image.load()
-            image.info["raw modes"] = " ".join(raw)
+        if not isinstance(picture, Image.Image):
+            with Image.open(picture) as image:
+                raw = [str(tile[3]) for tile in image.tile]  # loading drops what says 16 bits
+                image.load()
+                image.info["raw modes"] = " ".join(raw)
+            picture = image
+        turned = ImageOps.exif_transpose(picture)  # a dataset's image may only be decoded here
     except Exception as error:  # decoders raise RuntimeError, TypeError and more on damaged files
-        raise ImageError(f"{printable(str(path))} cannot be read as an image: {line(error)}") from None
-    return upright(image, printable(str(path)))
-
-
-def upright(image: Image.Image, where: str) -> Image.Image:
-    """A picture turned as its EXIF orientation says, as every viewer shows it."""
-    try:
-        turned = ImageOps.exif_transpose(image)  # a dataset's image may only be decoded here
-    except Exception as error:
         raise ImageError(f"{where} cannot be read as an image: {line(error)}") from None
-    turned.info = {**image.info, **turned.info}
+    turned.info = {**picture.info, **turned.info}
     return turned
 
 
@@ -166,11 +157,9 @@ def picture_to_array(image: Image.Image, channels: int, where: str) -> np.ndarra
     mode = _MODES.get(channels)
     if mode is None:
         raise ImageError(f"{where} is an image, the model takes {channels} channels: pass arrays instead")
-    colour = image.mode not in ("1", "L", "LA")
-    if channels == 1 and colour:
-        raise ImageError(
-            f"{where} is a colour image ({image.mode}), the model takes one channel: convert it to grayscale"
-        )
+    if channels == 1 and image.mode not in ("1", "L", "LA"):
+        kind = f"a colour image ({image.mode})"
+        raise ImageError(f"{where} is {kind}, the model takes one channel: convert it to grayscale")
     pixels = np.asarray(image.convert(mode))
     if channels != 4 and _has_transparency(image):
         raise ImageError(f"{where} has transparency ({image.mode}), the model takes {mode}: flatten it first")
@@ -181,9 +170,7 @@ def _has_transparency(image: Image.Image) -> bool:
     """An alpha channel, or a palette entry (or colour) marked transparent that some pixel has."""
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA"):
         return True
-    if "transparency" not in image.info:
-        return False
-    return bool((np.asarray(image.convert("RGBA"))[..., 3] < 255).any())
+    return "transparency" in image.info and bool((np.asarray(image.convert("RGBA"))[..., 3] < 255).any())
 
 
 def to_tensor(image: Any, where: str) -> Tensor:
@@ -204,15 +191,11 @@ def split_row(item: Any) -> tuple[Any, Any]:
     if isinstance(item, Mapping):
         key = next((k for k in _IMAGE_KEYS if k in item), None)
         if key is None:
-            raise DataError(
-                f"the dataset's rows have {sorted(map(str, item))}; expected a column named 'image'"
-            )
-        label = next((item[k] for k in _LABEL_KEYS if k in item), None)
-        return item[key], label
-    if isinstance(item, (tuple, list)) and len(item) == 2 and not isinstance(item[0], (int, float)):
-        return item[0], item[1]
-    if isinstance(item, (tuple, list)) and len(item) == 1:
-        return item[0], None
+            names = sorted(map(str, item))
+            raise DataError(f"the dataset's rows have {names}; expected a column named 'image'")
+        return item[key], next((item[k] for k in _LABEL_KEYS if k in item), None)
+    if isinstance(item, (tuple, list)) and len(item) in (1, 2) and not isinstance(item[0], (int, float)):
+        return item[0], item[1] if len(item) == 2 else None
     return item, None
 
 

@@ -7,6 +7,7 @@ known, and everything else (calibrating, sampling with DPM-Solver, files, likeli
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -76,9 +77,11 @@ class NoiseProcess(ABC):
     def t_of_lam(self, lam: Times) -> Tensor:
         """The time whose noise level is lam."""
 
-    @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """What `from_settings` needs to rebuild this process, as plain JSON values."""
+        """What `from_settings` rebuilds this process from: its kind and arguments, as plain JSON values."""
+        values = {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+        plain = {name: v.tolist() if isinstance(v, Tensor) else v for name, v in values.items()}
+        return {"kind": self.kind, **plain}
 
     def alpha(self, t: Times) -> Tensor:
         """Scale of the data."""
@@ -95,9 +98,7 @@ class NoiseProcess(ABC):
     def scales(self, t: Times, like: Tensor) -> tuple[Tensor, Tensor]:
         """alpha and sigma at one time, or at a time per row, ready to multiply rows like `like` with."""
         wide = (-1, *[1] * (like.ndim - 1))  # (B,) -> (B, 1, 1, 1)
-        times = as_times(t)
-        alpha, sigma = (v.reshape(wide).to(like) for v in (self.alpha(times), self.sigma(times)))
-        return alpha, sigma
+        return self.alpha(t).reshape(wide).to(like), self.sigma(t).reshape(wide).to(like)
 
     def noised(self, x0: Tensor, eps: Tensor, t: Times) -> Tensor:
         """x_t = alpha x0 + sigma eps, equation 1."""
@@ -129,10 +130,9 @@ class NoiseProcess(ABC):
     def agrees_with(self, other: NoiseProcess) -> bool:
         """Whether both put the same noise at the same times, wherever both are defined."""
         low, high = max(self.t_min, other.t_min), min(self.t_max, other.t_max)
-        if type(self) is not type(other) or low >= high:
+        longer = self.integer_times and self.t_max != other.t_max  # another length is another schedule
+        if type(self) is not type(other) or low >= high or longer:
             return False
-        if self.integer_times and (self.t_max != other.t_max):
-            return False  # a schedule of another length is another schedule
         t = torch.linspace(low, high, 65, dtype=torch.float64)[1:-1]
         return all(
             torch.allclose(getattr(self, name)(t), getattr(other, name)(t), rtol=1e-4, atol=1e-4)
@@ -151,9 +151,3 @@ def from_settings(settings: Mapping[str, Any]) -> NoiseProcess:
         return known[kind](**values)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(f"noise process {kind!r} cannot be built from {sorted(values)}: {error}") from error
-
-
-def check_sigmas(sigma_min: float, sigma_max: float) -> None:
-    """Raise unless 0 < sigma_min < sigma_max, neither of them beyond all data."""
-    if not 0 < sigma_min < sigma_max < 1e12:
-        raise ModelError(f"needs 0 < sigma_min < sigma_max, got {sigma_min} and {sigma_max}")

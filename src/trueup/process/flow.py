@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,8 +41,7 @@ class Flow(NoiseProcess):
 
     def lam(self, t: Times) -> Tensor:
         """log((1 - s)/s)."""
-        s = self._s(t)
-        return torch.log1p(-s) - s.log()
+        return self.log_alpha(t) - self._s(t).log()
 
     def f(self, t: Times) -> Tensor:
         """-1/(1 - s), per unit of t."""
@@ -60,12 +58,8 @@ class Flow(NoiseProcess):
 
     def to_unit(self, t: Tensor) -> Tensor:
         """The noise's share."""
-        return t / self.time_scale
+        return self._s(t)
 
     def from_unit(self, unit: Tensor) -> Tensor:
         """The inverse of `to_unit`."""
         return unit * self.time_scale
-
-    def settings(self) -> dict[str, Any]:
-        """Time scale and range."""
-        return {"kind": self.kind, "time_scale": self.time_scale, "s_min": self.s_min, "s_max": self.s_max}

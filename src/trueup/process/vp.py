@@ -12,11 +12,30 @@ from torch import Tensor
 from trueup.errors import ModelError
 from trueup.process.base import NoiseProcess, Times, as_times
 
-ENDS = (1e-3, 1e-4)  # as published with DPM-Solver
 _SMALLEST_ALPHA2 = 2.0**-24  # stands in for a terminal SNR of exactly zero, as in diffusers' Euler schedulers
 
 
-class DiscreteVP(NoiseProcess):
+class _VP(NoiseProcess):
+    """What follows from alpha^2 + sigma^2 = 1."""
+
+    ends = (1e-3, 1e-4)  # as published with DPM-Solver
+
+    def lam(self, t: Times) -> Tensor:
+        """Half the log signal-to-noise ratio."""
+        log_alpha = self.log_alpha(t)
+        return log_alpha - 0.5 * torch.log(-torch.expm1(2 * log_alpha))
+
+    def dlam(self, t: Times) -> Tensor:
+        """Of lam: f / sigma^2."""
+        return self.f(t) / -torch.expm1(2 * self.log_alpha(t))
+
+    @property
+    def prior_std(self) -> float:
+        """One: what is left of the data at the end counts for nothing."""
+        return 1.0
+
+
+class DiscreteVP(_VP):
     """Variance preserving on timesteps 0..T-1 (DDPM and its descendants).
 
     Between timesteps log alpha is linear, as in the published DPM-Solver, and t = -1 is clean data.
@@ -24,16 +43,13 @@ class DiscreteVP(NoiseProcess):
 
     kind = "discrete_vp"
     integer_times = True
-    ends = ENDS
 
     def __init__(self, alphas_cumprod: Tensor | Sequence[float]):
         alpha2 = _float64(alphas_cumprod, "alphas_cumprod").flatten()
         if alpha2.numel() < 2:
             raise ModelError("a noise schedule needs at least two timesteps")
-        if not (torch.isfinite(alpha2).all() and (alpha2 >= 0).all() and (alpha2 < 1).all()):
-            raise ModelError("alphas_cumprod must lie in [0, 1)")
-        if not (alpha2.diff() < 0).all():
-            raise ModelError("alphas_cumprod must fall from each timestep to the next")
+        if not (alpha2[0] < 1 and (alpha2.diff() < 0).all() and alpha2[-1] >= 0):
+            raise ModelError("alphas_cumprod must fall from each timestep to the next and must lie in [0, 1)")
         if alpha2[-1] == 0:  # has no log; only the last can be zero
             alpha2 = torch.cat([alpha2[:-1], (0.5 * alpha2[-2:-1]).clamp_max(_SMALLEST_ALPHA2)])
         self.alphas_cumprod = alpha2
@@ -61,9 +77,8 @@ class DiscreteVP(NoiseProcess):
     @classmethod
     def cosine(cls, steps: int = 1000, max_beta: float = 0.999) -> DiscreteVP:
         """The schedule of improved DDPM (diffusers: `squaredcos_cap_v2`)."""
-        bar = torch.cos(
-            (torch.arange(steps + 1, dtype=torch.float64) / steps + 0.008) / 1.008 * math.pi / 2
-        ).square()
+        share = (torch.arange(steps + 1, dtype=torch.float64) / steps + 0.008) / 1.008
+        bar = torch.cos(share * math.pi / 2).square()
         return cls.from_betas((1.0 - bar[1:] / bar[:-1]).clamp_max(max_beta))
 
     def _segment(self, t: Times) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,19 +93,10 @@ class DiscreteVP(NoiseProcess):
         left, right, weight = self._segment(t)
         return left + weight * (right - left)
 
-    def lam(self, t: Times) -> Tensor:
-        """Half the log signal-to-noise ratio."""
-        log_alpha = self.log_alpha(t)
-        return log_alpha - 0.5 * torch.log(-torch.expm1(2 * log_alpha))
-
     def f(self, t: Times) -> Tensor:
         """Drift, constant between timesteps."""
         left, right, _ = self._segment(t)
         return right - left
-
-    def dlam(self, t: Times) -> Tensor:
-        """For alpha^2 + sigma^2 = 1: lam' = f / sigma^2."""
-        return self.f(t) / -torch.expm1(2 * self.log_alpha(t))
 
     def t_of_lam(self, lam: Times) -> Tensor:
         """Inverse of lam: log alpha = -softplus(-2 lam)/2, then the linear segment that holds it."""
@@ -98,11 +104,6 @@ class DiscreteVP(NoiseProcess):
         falling = -self._knots.to(log_alpha.device)
         index = (torch.searchsorted(falling, -log_alpha.contiguous()) - 1).clamp(0, falling.numel() - 2)
         return (-log_alpha - falling[index]) / (falling[index + 1] - falling[index]) + index - 1.0
-
-    @property
-    def prior_std(self) -> float:
-        """One: what is left of the data at the end counts for nothing."""
-        return 1.0
 
     def to_unit(self, t: Tensor) -> Tensor:
         """0 is clean data (t = -1), 1 the last timestep."""
@@ -116,24 +117,17 @@ class DiscreteVP(NoiseProcess):
         """
         return unit * len(self.alphas_cumprod) - 1
 
-    def settings(self) -> dict[str, Any]:
-        """The schedule itself."""
-        return {"kind": self.kind, "alphas_cumprod": self.alphas_cumprod.tolist()}
 
-
-class ContinuousVP(NoiseProcess):
+class ContinuousVP(_VP):
     """Variance preserving on t in [0, 1] with linear beta(t) (score SDE)."""
 
     kind = "continuous_vp"
-    ends = ENDS
 
     def __init__(
         self, beta_min: float = 0.1, beta_max: float = 20.0, t_min: float = 1e-3, t_max: float = 1.0
     ):
-        if not 0 < beta_min < beta_max < math.inf:
-            raise ModelError("a continuous VP process needs 0 < beta_min < beta_max")
-        if not 0 < t_min < t_max < math.inf:
-            raise ModelError("a continuous VP process needs 0 < t_min < t_max")
+        if not (0 < beta_min < beta_max < math.inf and 0 < t_min < t_max < math.inf):
+            raise ModelError("a continuous VP process needs 0 < beta_min < beta_max and 0 < t_min < t_max")
         self.beta_min, self.beta_max, self.t_min, self.t_max = beta_min, beta_max, t_min, t_max
 
     def log_alpha(self, t: Times) -> Tensor:
@@ -141,39 +135,15 @@ class ContinuousVP(NoiseProcess):
         times = as_times(t)
         return -0.25 * times**2 * (self.beta_max - self.beta_min) - 0.5 * times * self.beta_min
 
-    def lam(self, t: Times) -> Tensor:
-        """Half the log signal-to-noise ratio."""
-        log_alpha = self.log_alpha(t)
-        return log_alpha - 0.5 * torch.log(-torch.expm1(2 * log_alpha))
-
     def f(self, t: Times) -> Tensor:
         """-beta(t)/2."""
         return -0.5 * (self.beta_min + as_times(t) * (self.beta_max - self.beta_min))
-
-    def dlam(self, t: Times) -> Tensor:
-        """For alpha^2 + sigma^2 = 1: lam' = f / sigma^2."""
-        return self.f(t) / -torch.expm1(2 * self.log_alpha(t))
 
     def t_of_lam(self, lam: Times) -> Tensor:
         """The positive root of the quadratic log alpha(t), written so that it does not cancel."""
         drop = torch.nn.functional.softplus(-2 * as_times(lam))  # -2 log alpha
         slope = self.beta_max - self.beta_min
         return 2 * drop / (self.beta_min + torch.sqrt(self.beta_min**2 + 2 * slope * drop))
-
-    @property
-    def prior_std(self) -> float:
-        """One: what is left of the data at the end counts for nothing."""
-        return 1.0
-
-    def settings(self) -> dict[str, Any]:
-        """The four numbers."""
-        return {
-            "kind": self.kind,
-            "beta_min": self.beta_min,
-            "beta_max": self.beta_max,
-            "t_min": self.t_min,
-            "t_max": self.t_max,
-        }
 
 
 def _float64(values: Any, name: str) -> Tensor:

@@ -1,15 +1,45 @@
-"""The noise that the network inside EDM's preconditioner sees."""
+"""Noise that explodes, as it is and as the network inside EDM's preconditioner sees it."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trueup.errors import ModelError
-from trueup.process.base import NoiseProcess, Times, as_times, check_sigmas
+from trueup.process.base import NoiseProcess, Times, as_times
+
+
+class VE(NoiseProcess):
+    """Variance exploding with t = sigma: the D(x; sigma) of EDM, score SDE's VE."""
+
+    kind = "ve"
+
+    def __init__(self, sigma_min: float = 0.002, sigma_max: float = 80.0):
+        _check_sigmas(sigma_min, sigma_max)
+        self.sigma_min, self.sigma_max = sigma_min, sigma_max
+        self.t_min, self.t_max = sigma_min, sigma_max
+
+    def log_alpha(self, t: Times) -> Tensor:
+        """Zero: the data is not scaled."""
+        return torch.zeros_like(as_times(t))
+
+    def lam(self, t: Times) -> Tensor:
+        """-log sigma."""
+        return -as_times(t).log()
+
+    def f(self, t: Times) -> Tensor:
+        """No drift."""
+        return torch.zeros_like(as_times(t))
+
+    def dlam(self, t: Times) -> Tensor:
+        """-1/sigma."""
+        return -1.0 / as_times(t)
+
+    def t_of_lam(self, lam: Times) -> Tensor:
+        """exp(-lam)."""
+        return (-as_times(lam)).exp()
 
 
 class EDM(NoiseProcess):
@@ -21,7 +51,7 @@ class EDM(NoiseProcess):
     kind = "edm"
 
     def __init__(self, sigma_data: float = 0.5, sigma_min: float = 0.002, sigma_max: float = 80.0):
-        check_sigmas(sigma_min, sigma_max)
+        _check_sigmas(sigma_min, sigma_max)
         if not 0 < sigma_data < math.inf:
             raise ModelError("EDM's sigma_data must be positive")
         self.sigma_data, self.sigma_min, self.sigma_max = sigma_data, sigma_min, sigma_max
@@ -59,11 +89,8 @@ class EDM(NoiseProcess):
         """ln(sigma)/4."""
         return 0.25 * unit.log()
 
-    def settings(self) -> dict[str, Any]:
-        """The three sigmas."""
-        return {
-            "kind": self.kind,
-            "sigma_data": self.sigma_data,
-            "sigma_min": self.sigma_min,
-            "sigma_max": self.sigma_max,
-        }
+
+def _check_sigmas(sigma_min: float, sigma_max: float) -> None:
+    """Raise unless 0 < sigma_min < sigma_max, neither of them beyond all data."""
+    if not 0 < sigma_min < sigma_max < 1e12:
+        raise ModelError(f"needs 0 < sigma_min < sigma_max, got {sigma_min} and {sigma_max}")
