@@ -14,8 +14,7 @@ from trueup.calibration.correction import Correction
 from trueup.calibration.evidence import Evidence
 from trueup.calibration.trajectory import Trajectory
 from trueup.denoiser import same_weights
-from trueup.errors import ArtifactError
-from trueup.files import load_tensors, save_tensors
+from trueup.files import load_as, save_tensors, unpacked
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess, from_settings
 from trueup.statistics import Number, trapezoid_weights
@@ -189,20 +188,14 @@ class Calibration:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write one .safetensors file, atomically; see docs/format.md."""
-        try:
-            meta, tensors = pack_calibration(self)
-        except ArtifactError as error:
-            raise ArtifactError(f"cannot save this calibration: {error}") from None
+        meta, tensors = pack_calibration(self)
+        unpacked(unpack_calibration, meta, tensors, "cannot save this calibration")
         save_tensors(path, KIND, meta, tensors)
 
 
 def load(path: str | PathLike[str]) -> Calibration:
     """Read a calibration; anything damaged, inconsistent or unknown raises ArtifactError with the reason."""
-    meta, tensors = load_tensors(path, KIND)
-    try:
-        return Calibration(**unpack_calibration(meta, tensors))
-    except ArtifactError as error:
-        raise ArtifactError(f"{path}: {error}") from None
+    return Calibration(**load_as(path, KIND, unpack_calibration))
 
 
 def _count(number: int, noun: str) -> str:

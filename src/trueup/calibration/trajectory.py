@@ -75,12 +75,7 @@ class Sampler:
 
     def as_json(self) -> dict[str, Any]:
         """As plain values."""
-        return {
-            "solver": self.name,
-            "nfe": self.nfe,
-            "guidance": self.guidance,
-            "settings": self.settings,
-        }
+        return {"solver": self.name, "nfe": self.nfe, "guidance": self.guidance, "settings": self.settings}
 
     def differences(self, other: Sampler) -> list[str]:
         """In what two samplers differ; their names do not count."""

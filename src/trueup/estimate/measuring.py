@@ -101,12 +101,7 @@ def measure(
 
 
 def _measure(
-    denoiser: Denoiser,
-    samples: Samples,
-    moments: Moments,
-    seed: int,
-    run: Run | None,
-    progress: bool | None,
+    denoiser: Denoiser, samples: Samples, moments: Moments, seed: int, run: Run | None, progress: bool | None
 ) -> Moments:
     count, done = samples.images.count, moments.images
     if count is not None and done > count:

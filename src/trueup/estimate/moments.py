@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from trueup.bands import Bands
-from trueup.errors import ArtifactError, TrueupError
-from trueup.estimate.stored import KIND, LEVELS, PAIRS, SUMS, pack, unpack
-from trueup.files import load_tensors, save_tensors
+from trueup.errors import TrueupError
+from trueup.estimate.stored import KIND, LEVELS, SUMS, dimensions, pack, unpack
+from trueup.files import load_as, save_tensors, unpacked
 from trueup.noise import hashed
 from trueup.process import NoiseProcess
 
@@ -109,28 +109,11 @@ class Moments:
         if len(set(classes)) != len(classes):
             raise TrueupError("a class is named twice")
         cells = (max(len(classes), 1), folds or default_folds(math.prod(shape)))
-        channels, size = shape[0], math.prod(shape[1:])
-        dims: dict[str, tuple[int, ...]] = {
-            "rows": (len(t),),
-            "squares": (len(t),),
-            "first": (len(t), 3, channels, size),
-            "second": (len(t), len(PAIRS), channels, bands.count),
-            "data_rows": (),
-            "data_first": (channels, size),
-            "data_second": (channels, bands.count),
-        }
+        dims = dimensions(shape, len(t), bands)
         zeros: dict[str, Any] = {n: torch.zeros(*cells, *d, dtype=torch.float64) for n, d in dims.items()}
-        return cls(
-            t=t,
-            lam=process.lam(t),
-            alpha=process.alpha(t),
-            sigma=process.sigma(t),
-            shape=shape,
-            bands=bands,
-            classes=classes,
-            provenance={"process": process.settings(), **(provenance or {})},
-            **zeros,
-        )
+        provenance = {"process": process.settings(), **(provenance or {})}
+        levels = (t, process.lam(t), process.alpha(t), process.sigma(t))
+        return cls(*levels, shape, bands, classes, **zeros, provenance=provenance)
 
     @property
     def levels(self) -> int:
@@ -332,20 +315,13 @@ class Moments:
     def save(self, path: str | PathLike[str]) -> None:
         """Write one file, from which `load` makes the same moments."""
         meta, tensors = pack(self)
-        try:
-            unpack(meta, tensors)
-        except ArtifactError as error:
-            raise ArtifactError(f"cannot save these moments: {error}") from None
+        unpacked(unpack, meta, tensors, "cannot save these moments")
         save_tensors(path, KIND, meta, tensors)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Moments:
         """Read moments; what is damaged or makes no sense raises ArtifactError with the reason."""
-        meta, tensors = load_tensors(path, KIND)
-        try:
-            return cls(**unpack(meta, tensors))
-        except ArtifactError as error:
-            raise ArtifactError(f"{path}: {error}") from None
+        return cls(**load_as(path, KIND, unpack))
 
 
 def _sums(moments: Moments, folds: Tensor | slice) -> dict[str, Any]:

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trueup.calibration.stored import Bounds, check_tensors, part
 from trueup.errors import ArtifactError, DataError, TrueupError
 from trueup.estimate.moments import Moments
 from trueup.estimate.stored import pack, unpack
-from trueup.files import Folder, line, load_tensors, save_tensors
+from trueup.files import Folder, line, load_as, save_tensors
 from trueup.images import Batch, Samples
 
 KIND = "a run"
 CHECKPOINT = "checkpoint.safetensors"
 _LOOKED_AT = 16  # images read again on resuming, to see that the data is still the same
-_NONSENSE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class Run(Folder):
@@ -48,17 +48,11 @@ class Run(Folder):
         if not self.file.exists():
             return fresh
         try:
-            meta, tensors = load_tensors(self.file, KIND)
-            labels = tensors.pop("labels")
-            moments = Moments(**unpack(meta["moments"], tensors))
-            signed, settings = meta["signed"], meta["settings"]
-            if labels.shape != moments.indices.shape or labels.dtype != torch.int64:
-                raise ArtifactError("its labels are not those of its samples")
-            if type(signed) is not bool or not isinstance(settings, dict):
-                raise ArtifactError("what it says of its data makes no sense")
-        except (ArtifactError, *_NONSENSE) as error:
+            moments, self.labels, signed, settings = load_as(self.file, KIND, _unpack)
+        except ArtifactError as error:
+            why = line(error, 300)
             raise TrueupError(
-                f"{self.file} cannot be trusted ({line(error, 150)}): delete {self.path} to start over"
+                f"{self.file} cannot be trusted ({why}): delete {self.path} to start over"
             ) from None
         other = [n for n in {**settings, **_settings(fresh)} if settings.get(n) != _settings(fresh).get(n)]
         if other:
@@ -69,7 +63,6 @@ class Run(Folder):
         if _settings(moments) != settings:
             raise TrueupError(f"{self.file} contradicts itself: delete {self.path} to start over")
         samples.signed, samples.skipped = signed, list(moments.skipped)
-        self.labels = labels.tolist()
         self._check_data(moments, samples)
         return moments
 
@@ -108,6 +101,16 @@ class Run(Folder):
             y = torch.as_tensor(samples.labels)[own] if _numeric(samples.labels) else None
             if y is not None and _digests(y, len(own)) != self.labels:
                 raise DataError(f"the labels are not what they were when {self.path} was begun")
+
+
+def _unpack(
+    meta: dict[str, Any], tensors: dict[str, Tensor]
+) -> tuple[Moments, list[int], bool, dict[str, Any]]:
+    """What a checkpoint holds: the moments, digests of labels, and what was said of the data."""
+    labels = {"labels": tensors.pop("labels")}
+    moments = Moments(**unpack(meta["moments"], tensors))
+    check_tensors(labels, {"labels": Bounds(tuple(moments.indices.shape), dtype=torch.int64)})
+    return moments, labels["labels"].tolist(), part(meta, "signed", bool), part(meta, "settings", dict)
 
 
 def _numeric(labels: Any) -> bool:
