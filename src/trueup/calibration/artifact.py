@@ -151,12 +151,8 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
 def _bounds(levels: int, channels: int, bands: int, coefficients: int, digests: int) -> dict[str, Bounds]:
     """Of every tensor; gains beyond a hundred and shifts beyond a million are no corrections."""
     single = torch.float32
-    numbers = {
-        f"{n}.{part}": Bounds((levels,), -1e12, 1e12, unknown=True) for n in _BY_LEVEL for part in _PARTS
-    }
-    errors = dict.fromkeys(
-        ("shift_se", *(f"{n}.error" for n in _BY_LEVEL)), Bounds((levels,), 0.0, 1e12, unknown=True)
-    )
+    parts = {f"{n}.{part}": -1e12 for n in _BY_LEVEL for part in _PARTS}
+    lowest = {**parts, "shift_se": 0.0, **{f"{n}.error": 0.0 for n in _BY_LEVEL}}
     return {
         "t": Bounds((levels,), -1e9, 1e9),
         "lam": Bounds((levels,), -100.0, 100.0),
@@ -166,8 +162,7 @@ def _bounds(levels: int, channels: int, bands: int, coefficients: int, digests: 
         "scale": Bounds((levels, bands), 0.0, 1.0, single),
         **dict.fromkeys(("data_variance", "data_variance_se"), Bounds((channels, bands), 0.0, 1e12, single)),
         "data_digests": Bounds((digests,), dtype=torch.int64),
-        **numbers,
-        **errors,
+        **{name: Bounds((levels,), low, 1e12, unknown=True) for name, low in lowest.items()},
         "loss.value": Bounds((levels,), 0.0, 1e12),
     }
 

@@ -50,10 +50,8 @@ class Run(Folder):
         try:
             moments, self.labels, signed, settings = load_as(self.file, KIND, _unpack)
         except ArtifactError as error:
-            why = line(error, 300)
-            raise TrueupError(
-                f"{self.file} cannot be trusted ({why}): delete {self.path} to start over"
-            ) from None
+            why = f"{self.file} cannot be trusted ({line(error, 300)})"
+            raise TrueupError(f"{why}: delete {self.path} to start over") from None
         other = [n for n in {**settings, **_settings(fresh)} if settings.get(n) != _settings(fresh).get(n)]
         if other:
             raise TrueupError(

@@ -56,19 +56,13 @@ def unpack(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, 
     if not levels or not cells[1] or first.shape[-1] != math.prod(shape[1:]):
         raise ArtifactError("its sums do not belong to its sample shape")
     bands = Bands(shape[1:], meta["band_edges"])
-    counts, squares = {"rows", "squares", "data_rows"}, {"data_second"}
-    bounds = {
-        name: Bounds(
-            (*cells, *size),
-            0.0 if name in counts | squares else -math.inf,
-            2.0**53 if name in counts else math.inf,  # nobody counts further
-        )
-        for name, size in dimensions(shape, levels, bands).items()
-    }
+    bounds = {n: Bounds((*cells, *size)) for n, size in dimensions(shape, levels, bands).items()}
+    for name in ("rows", "squares", "data_rows"):
+        bounds[name] = bounds[name]._replace(low=0.0, high=2.0**53)  # nobody counts further
+    bounds["data_second"] = bounds["data_second"]._replace(low=0.0)
     bounds |= dict.fromkeys(LEVELS, Bounds((levels,)))
-    check_tensors(
-        tensors, bounds | dict.fromkeys(("indices", "digests"), Bounds((count,), dtype=torch.int64))
-    )
+    bounds |= dict.fromkeys(("indices", "digests"), Bounds((count,), dtype=torch.int64))
+    check_tensors(tensors, bounds)
     _check_levels(provenance, tensors)
     _check_sums(bands, tensors)
     _check_data(tensors)
