@@ -214,20 +214,18 @@ def _binding(calibration: Calibration, target: Any, denoiser: Denoiser | None, f
 def _check_model(model: Any, target: Any, denoiser: Denoiser | None, calibration: Calibration) -> None:
     weights = fingerprint(target)
     if isinstance(target, nn.Module) and is_sharded(target):
-        warnings.warn(
-            "the weights are sharded: nobody can tell whether the calibration is theirs", stacklevel=4
-        )
+        warnings.warn("the weights are sharded: nobody can tell if the calibration is theirs", stacklevel=4)
     elif not calibration.fits(weights):
-        made_for = next(iter((calibration.provenance.get("weights") or {}).values()), "none")
-        this = next(iter(weights.values()), "none")
-        problem = (
-            f"this calibration was made for other weights (fingerprint {made_for[:8]}, model {this[:8]})"
-        )
+        made_for = calibration.provenance.get("weights") or {}
+        made, this = (next(iter(found.values()), "none")[:8] for found in (made_for, weights))
+        problem = f"this calibration was made for other weights (fingerprint {made}, model {this})"
         raise MismatchError(problem, _ADVICE, _FORCE)
     if denoiser is not None:
-        made_for, this = calibration.shape, denoiser.shape
-        if made_for != this:
-            raise MismatchError(f"this calibration was made for samples of shape {made_for}, not {this}")
+        shape = calibration.shape
+        if shape != denoiser.shape:
+            raise MismatchError(
+                f"this calibration was made for samples of shape {shape}, not {denoiser.shape}"
+            )
         process, parametrization = denoiser.process, denoiser.parametrization
     elif is_pipeline(model) and model.scheduler is not None:
         process, parametrization = schedule(config_of(model.scheduler))

@@ -85,20 +85,21 @@ class Run(Folder):
             index = int(moments.indices[row])
             try:
                 found = samples.at(index)
-                same = int(found.digests[0]) == int(moments.digests[row])
-                same = same and _digests(found.y, 1) == [self.labels[row]]
+                seen = (int(found.digests[0]), *_digests(found.y, 1))
             except (DataError, IndexError):
-                same = False
-            if not same:
+                seen = None
+            if seen != (int(moments.digests[row]), self.labels[row]):
                 raise DataError(
                     f"sample {index} of {samples.name} is not what it was when {self.path} was begun: "
                     "put the images and labels back, or use a new run directory"
                 )
-        if samples.labels is not None:  # then all of them cost nothing
-            own = moments.indices - samples.images.offset
-            y = torch.as_tensor(samples.labels)[own] if _numeric(samples.labels) else None
-            if y is not None and _digests(y, len(own)) != self.labels:
-                raise DataError(f"the labels are not what they were when {self.path} was begun")
+        try:
+            y = torch.as_tensor(samples.labels)  # all of them, since they cost nothing
+        except (TypeError, ValueError, RuntimeError):  # none, or not numbers
+            return
+        own = moments.indices - samples.images.offset
+        if _digests(y[own], len(own)) != self.labels:
+            raise DataError(f"the labels are not what they were when {self.path} was begun")
 
 
 def _unpack(
@@ -109,14 +110,6 @@ def _unpack(
     moments = Moments(**unpack(meta["moments"], tensors))
     check_tensors(labels, {"labels": Bounds(tuple(moments.indices.shape), dtype=torch.int64)})
     return moments, labels["labels"].tolist(), part(meta, "signed", bool), part(meta, "settings", dict)
-
-
-def _numeric(labels: Any) -> bool:
-    try:
-        torch.as_tensor(labels)
-    except (TypeError, ValueError, RuntimeError):
-        return False
-    return True
 
 
 def _digests(y: Tensor | None, count: int) -> list[int]:
@@ -140,5 +133,4 @@ def _settings(moments: Moments) -> dict[str, Any]:
         "set of bands": moments.bands.edges,
         "set of classes": moments.classes,
     }
-    plain: dict[str, Any] = json.loads(json.dumps(settings))
-    return plain
+    return dict(json.loads(json.dumps(settings)))
