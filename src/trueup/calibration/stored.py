@@ -32,10 +32,9 @@ def check_tensors(tensors: Mapping[str, Tensor], bounds: Mapping[str, Bounds]) -
     """Raise for the first tensor that is not what it must be, by name."""
     for name, bound in bounds.items():
         tensor = part(tensors, name, Tensor)
-        if tuple(tensor.shape) != bound.shape or tensor.dtype != bound.dtype:
-            raise ArtifactError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {bound.dtype} {bound.shape}"
-            )
+        found, expected = f"{tensor.dtype} {tuple(tensor.shape)}", f"{bound.dtype} {bound.shape}"
+        if found != expected:
+            raise ArtifactError(f"{name} is {found}, expected {expected}")
         values = tensor[~tensor.isnan()] if bound.unknown else tensor
         if not (torch.isfinite(values) & (values >= bound.low) & (values <= bound.high)).all():
             raise ArtifactError(f"{name} holds values out of range, {bound.low:g} to {bound.high:g}")

@@ -77,13 +77,11 @@ class Sampler:
 
     def differences(self, other: Sampler) -> list[str]:
         """In what two samplers differ; their names do not count."""
+        found = [] if self.nfe == other.nfe else ["number of evaluations"]
+        found += [] if self.guidance == other.guidance else ["guidance"]
         # A release of diffusers may add a setting: only those that both know are compared.
-        names = sorted(self.settings.keys() & other.settings.keys())
-        ours, theirs = (
-            {"number of evaluations": s.nfe, "guidance": s.guidance, **{n: s.settings[n] for n in names}}
-            for s in (self, other)
-        )
-        return [name for name in ours if ours[name] != theirs[name]]
+        names = self.settings.keys() & other.settings.keys()
+        return found + [n for n in sorted(names) if self.settings[n] != other.settings[n]]
 
 
 @dataclass(eq=False, repr=False)

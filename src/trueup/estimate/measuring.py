@@ -15,7 +15,7 @@ from torch import Tensor
 from trueup.calibration.correction import LEVEL_SPACING
 from trueup.denoiser import Denoiser, in_parts
 from trueup.errors import DataError, ModelError
-from trueup.estimate.diagnose import check_use
+from trueup.estimate.diagnose import check_use, refuse_nonsense
 from trueup.estimate.moments import Moments
 from trueup.estimate.run import Run
 from trueup.hf import as_denoiser
@@ -206,10 +206,7 @@ def add_batch(moments: Moments, denoiser: Denoiser, batch: Batch, seed: int) -> 
 
 def check_finite(moments: Moments) -> None:
     """Raise if the network returned nonsense. Waits for the device, so it is asked once a batch, late."""
-    finite = torch.isfinite(moments.second).movedim(2, 0).flatten(1).all(1).cpu()  # (L,)
-    if not finite.all():
-        t = float(moments.t[~finite][0])
-        raise ModelError(f"the network returned values that are not finite at t = {t:g}")
+    refuse_nonsense(moments.second.movedim(2, 0), moments.t)
 
 
 @torch.inference_mode()

@@ -34,15 +34,10 @@ from trueup.noise import hashed
 from trueup.process import NoiseProcess
 
 RESIDUAL, DEPARTURE, U = 0, 1, 2
-_BY_LEVEL, _DATA = SUMS[:4], SUMS[4:]
+_BY_LEVEL, _DATA, _NOTES = SUMS[:4], SUMS[4:], ("indices", "digests")
 _DEAL = 0x5EED0F0F01D5  # so that dealing has nothing to do with drawing noise
 _WRAP = (1 << 64) - 1
 _NONE = torch.zeros(0, dtype=torch.int64)
-
-
-def default_folds(dimensions: int) -> int:
-    """16, or fewer for samples so large that 16 maps per level would not fit in memory."""
-    return 16 if dimensions <= 2**16 else 8 if dimensions <= 2**17 else 4
 
 
 def fold_of(key: Tensor, folds: int) -> Tensor:
@@ -106,7 +101,9 @@ class Moments:
             raise TrueupError("needs at least one noise level, given by rising, distinct times")
         if len(set(classes)) != len(classes):
             raise TrueupError("a class is named twice")
-        cells = (max(len(classes), 1), folds or default_folds(math.prod(shape)))
+        # Fewer than 16 for samples so large that 16 maps per level would not fit in memory.
+        size = math.prod(shape)
+        cells = (max(len(classes), 1), folds or (16 if size <= 2**16 else 8 if size <= 2**17 else 4))
         dims = dimensions(shape, len(t), bands)
         zeros: dict[str, Any] = {n: torch.zeros(*cells, *d, dtype=torch.float64) for n, d in dims.items()}
         provenance = {"process": process.settings(), **(provenance or {})}
@@ -244,11 +241,8 @@ class Moments:
             raise TrueupError("the same image is in both: count it once")
         other = other.to(self.first.device)
         added = {name: getattr(self, name) + getattr(other, name) for name in (*SUMS, "mean_only", "skipped")}
-        notes: dict[str, Any] = {
-            n: torch.cat([getattr(self, n), getattr(other, n)]) for n in ("indices", "digests")
-        }
-        data_digest = (self.data_digest + other.data_digest) & _WRAP
-        return replace(self, **added, **notes, data_digest=data_digest)
+        added |= {name: torch.cat([getattr(self, name), getattr(other, name)]) for name in _NOTES}
+        return replace(self, **added, data_digest=(self.data_digest + other.data_digest) & _WRAP)
 
     def pooled(self) -> Moments:
         """All classes as one."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,15 +32,11 @@ class Run(Folder):
 
     def __init__(self, path: str | PathLike[str]):
         super().__init__(path)
+        self.file = self.path / CHECKPOINT
         self.labels: list[int] = []  # digests of the samples' labels
 
     def __enter__(self) -> Run:
         return self
-
-    @property
-    def file(self) -> Path:
-        """The checkpoint."""
-        return self.path / CHECKPOINT
 
     def resume(self, fresh: Moments, samples: Samples) -> Moments:
         """The moments measured so far, or `fresh` in a new run; other settings or images are refused."""
