@@ -216,16 +216,14 @@ def _check_model(model: Any, target: Any, denoiser: Denoiser | None, calibration
     if isinstance(target, nn.Module) and is_sharded(target):
         warnings.warn("the weights are sharded: nobody can tell if the calibration is theirs", stacklevel=4)
     elif not calibration.fits(weights):
-        made_for = calibration.provenance.get("weights") or {}
-        made, this = (next(iter(found.values()), "none")[:8] for found in (made_for, weights))
+        both = (calibration.provenance.get("weights") or {}, weights)
+        made, this = (next(iter(found.values()), "none")[:8] for found in both)
         problem = f"this calibration was made for other weights (fingerprint {made}, model {this})"
         raise MismatchError(problem, _ADVICE, _FORCE)
     if denoiser is not None:
-        shape = calibration.shape
-        if shape != denoiser.shape:
-            raise MismatchError(
-                f"this calibration was made for samples of shape {shape}, not {denoiser.shape}"
-            )
+        made_for = f"this calibration was made for samples of shape {calibration.shape}"
+        if denoiser.shape != calibration.shape:
+            raise MismatchError(f"{made_for}, not {denoiser.shape}")
         process, parametrization = denoiser.process, denoiser.parametrization
     elif is_pipeline(model) and model.scheduler is not None:
         process, parametrization = schedule(config_of(model.scheduler))
@@ -236,6 +234,5 @@ def _check_model(model: Any, target: Any, denoiser: Denoiser | None, calibration
         raise MismatchError(problem, _ADVICE, _FORCE)
     ours, theirs = calibration.parametrization, parametrization
     if ours != theirs:
-        raise MismatchError(
-            f"this calibration is of a {ours.name} prediction, the scheduler says {theirs.name}"
-        )
+        problem = f"this calibration is of a {ours.name} prediction"
+        raise MismatchError(f"{problem}, the scheduler says {theirs.name}")

@@ -85,18 +85,18 @@ def diagnose(denoiser: Denoiser, batch: Batch, *, flip: bool = False) -> Diagnos
     process, parametrization = denoiser.process, denoiser.parametrization
     with denoiser.evaluating():
         as_given = _evaluate(denoiser, batch, process)
-        given = as_given.scores(parametrization)
+        given = as_given(parametrization)
         best, problem = given, None
         for guess in _hypotheses(denoiser, batch.x0):
             evaluated = as_given  # perhaps only read differently
             if guess.transform is not _same or guess.time is not _same or guess.process is not process:
                 evaluated = _evaluate(denoiser, batch, guess.process, guess.transform, guess.time)
-            tried = evaluated.scores(guess.parametrization)
+            tried = evaluated(guess.parametrization)
             if tried.mean() < min(1.0, float(best.mean())) and _surely_better(tried, given):
                 best, problem = tried, guess.mistake
         mirrored = None
         if denoiser.data_range is not None and batch.x0.ndim == 4 and not flip:
-            mirrored = _evaluate(denoiser, batch, process, lambda x: x.flip(-1)).scores(parametrization)
+            mirrored = _evaluate(denoiser, batch, process, lambda x: x.flip(-1))(parametrization)
     result = Diagnosis(float(given.mean()), problem)
     if problem is None and mirrored is not None:
         if _surely_better(mirrored, given):
@@ -119,27 +119,13 @@ def _surely_better(tried: Tensor, given: Tensor) -> bool:
     return bool(difference.mean() > _SURE * error and tried.mean() < _LEAST * given.mean())
 
 
-@dataclass
-class _Evaluated:
-    """A network's outputs on noised data, level by level."""
-
-    alpha: Tensor  # (L, 1, ...)
-    sigma: Tensor
-    x_t: Tensor  # (L, B, C, *spatial)
-    eps: Tensor
-    output: Tensor
-    reference: Tensor  # (L,) the Wiener filter's loss
-
-    def scores(self, parametrization: Parametrization) -> Tensor:
-        """Loss over the Wiener filter's, averaged over levels, for every image, (B,)."""
-        eps_hat = parametrization.to_eps(self.output, self.x_t, self.alpha, self.sigma)
-        loss = (eps_hat - self.eps).square().flatten(2).sum(2).cpu().double()
-        return (loss / self.reference.clamp_min(1e-12)[:, None]).mean(0)
-
-
 def _evaluate(
     denoiser: Denoiser, batch: Batch, process: NoiseProcess, transform: Change = _same, time: Change = _same
-) -> _Evaluated:
+) -> Callable[[Parametrization], Tensor]:
+    """What the network says of noised data, as the scores (B,) of how it is read.
+
+    That is its loss over the Wiener filter's, averaged over levels, for every image.
+    """
     device = denoiser.device
     lam = torch.tensor(_LAM, dtype=torch.float64)
     lowest, highest = float(process.lam(process.t_max)), float(process.lam(process.t_min))
@@ -154,7 +140,13 @@ def _evaluate(
     calls = zip(x_t, time(t), strict=True)
     output = torch.stack([denoiser.predict(x, told, there.y).float() for x, told in calls])
     refuse_nonsense(output, t)
-    return _Evaluated(alpha, sigma, x_t, eps, output, _wiener_loss(x0, process.alpha(t), process.sigma(t)))
+    reference = _wiener_loss(x0, process.alpha(t), process.sigma(t)).clamp_min(1e-12)[:, None]
+
+    def scores(parametrization: Parametrization) -> Tensor:
+        eps_hat = parametrization.to_eps(output, x_t, alpha, sigma)
+        return ((eps_hat - eps).square().flatten(2).sum(2).cpu().double() / reference).mean(0)
+
+    return scores
 
 
 def refuse_nonsense(values: Tensor, t: Tensor) -> None:
@@ -182,7 +174,13 @@ def _hypotheses(denoiser: Denoiser, x0: Tensor) -> Iterator[_Hypothesis]:
             text = f"the network's outputs fit a {name} prediction, not {parametrization.name}"
             mistake = ModelError(text, "pass {}", Argument("prediction", name))
             yield _Hypothesis(mistake, process, Parametrization(name))
-    yield from _of_time(process, parametrization)
+    # Times counted backwards, from noise to data, with either sign of a flow.
+    opposite = {"flow": "reversed_flow", "reversed_flow": "flow"}.get(parametrization.name)
+    advice = "tell it the time that is left: Denoiser(..., call=lambda x_t, t: net(x_t, end - t))"
+    for read in (parametrization, *([Parametrization(opposite)] if opposite else [])):
+        told = "" if read == parametrization else f", and predicts a {read.name}"
+        mistake = ModelError(f"the network counts time from noise to data{told}", advice)
+        yield _Hypothesis(mistake, process, read, time=lambda t: process.t_min + process.t_max - t)
     if isinstance(process, DiscreteVP):
         steps = round(process.t_max) + 1
         for name, other in (
@@ -219,14 +217,3 @@ def _of_the_data(denoiser: Denoiser, x0: Tensor) -> Iterator[_Hypothesis]:
     elif denoiser.shape[0] == 3:
         text = "the network fits these images with their channels reversed: they are BGR"
         yield guess(ModelError(text, "convert them to RGB"), lambda x: x.flip(1))
-
-
-def _of_time(process: NoiseProcess, parametrization: Parametrization) -> Iterator[_Hypothesis]:
-    """Times counted backwards, from noise to data, with either sign of a flow."""
-    ends = process.t_min + process.t_max
-    other = {"flow": "reversed_flow", "reversed_flow": "flow"}.get(parametrization.name)
-    advice = "tell it the time that is left: Denoiser(..., call=lambda x_t, t: net(x_t, end - t))"
-    for read in (parametrization, *([Parametrization(other)] if other else [])):
-        told = "" if read == parametrization else f", and predicts a {read.name}"
-        mistake = ModelError(f"the network counts time from noise to data{told}", advice)
-        yield _Hypothesis(mistake, process, read, time=lambda t: ends - t)
