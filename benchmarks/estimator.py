@@ -43,7 +43,7 @@ def main() -> None:
         ).used()
         centred = Centred(truth_moments)
         zero = torch.zeros_like(centred.second[0, :, 0])
-        mean = mean_residual(centred, "regressed", denoiser.parametrization, zero, zero)
+        mean = mean_residual(centred, "regressed", zero, zero)
         sizes = truth_moments.bands.sizes
         truth, truth_noise = mean.value, (mean.variance * sizes).sum((1, 2))  # (L, C, K), (L,)
         errors = {name: [] for name in ESTIMATORS}

@@ -18,7 +18,7 @@ from safetensors.torch import save
 import trueup
 from trueup import files
 from trueup.errors import Argument, ArtifactError, DataError, ImageError, TrueupError
-from trueup.files import FORMAT, Folder, bundled, line, load_tensors, printable, save_tensors, write
+from trueup.files import FORMAT, Folder, bundled, line, load_as, load_tensors, printable, save_tensors, write
 
 META = {"name": "a", "numbers": [1, 2.5, None, True], "nested": {"a": {"b": [1]}}}
 TENSORS = {
@@ -347,3 +347,25 @@ def test_only_what_comes_with_the_package_is_bundled():
     assert bundled("elsewhere") == Path("elsewhere")
     with pytest.raises(TrueupError, match="nothing named bundled:x comes with trueup"):
         bundled("bundled:x")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ArtifactError("its rows make no sense"), "its rows make no sense"),
+        (TrueupError("band edges must rise"), "damaged: TrueupError: band edges must rise"),
+        (KeyError("rows"), "damaged: KeyError: 'rows'"),
+        (ValueError("two\nlines"), "damaged: ValueError: two lines"),
+    ],
+)
+def test_whatever_unpacking_stumbles_over_names_the_file(tmp_path, error, words):
+    path = tmp_path / "thing.safetensors"
+    save_tensors(path, "thing", {"name": "a"}, {})
+
+    def unpack(meta, tensors):
+        raise error
+
+    with pytest.raises(ArtifactError) as caught:
+        load_as(path, "thing", unpack)
+    assert str(caught.value) == f"{path}: {words}"
+    assert load_as(path, "thing", lambda meta, tensors: meta["name"]) == "a"

@@ -143,7 +143,7 @@ def good():
 def read(meta, tensors) -> Calibration:
     """As from a file whose checksum is right."""
     files._check_values(meta)
-    return Calibration(**artifact.unpack_calibration(meta, tensors))
+    return Calibration(**files.unpacked(artifact.unpack_calibration, meta, tensors, "file"))
 
 
 def same(one: Calibration, other: Calibration) -> bool:
@@ -227,7 +227,7 @@ def test_signed_moments_are_refused_in_a_line_or_can_be_fitted():
 
     def read(meta, tensors):
         files._check_values(meta)
-        return Moments(**stored.unpack(meta, tensors))
+        return Moments(**files.unpacked(stored.unpack, meta, tensors, "file"))
 
     assert fit(read(json.loads(good[0]), tensors)).identity == fit(moments).identity
     for _ in range(3000):

@@ -10,6 +10,7 @@ from trueup.errors import ArtifactError, TrueupError
 from trueup.estimate import fit
 from trueup.estimate.moments import SUMS, Moments, fold_of
 from trueup.estimate.stored import pack, unpack
+from trueup.files import unpacked
 from trueup.process import ContinuousVP
 
 PROCESS = ContinuousVP()
@@ -250,13 +251,13 @@ def test_a_file_holds_all_of_it(tmp_path):
 
 
 DAMAGE = {
-    "rows": (lambda m, t: t["rows"].mul_(-1), "rows is negative"),
+    "rows": (lambda m, t: t["rows"].mul_(-1), "rows holds values out of range, 0 to"),
     "squares": (lambda m, t: t["squares"].mul_(3), "squares are not those of weights"),
     "power": (lambda m, t: t["second"][..., 0, :, :].mul_(-1), r"residual\^2 is negative"),
     "cross": (lambda m, t: t["second"][..., 4, :, :].mul_(9), "departure u is larger"),
     "first": (lambda m, t: t["first"][..., 2, :, :].mul_(9), "sum of u is larger"),
     "data": (lambda m, t: t["data_first"].mul_(9), "data_first is larger"),
-    "nan": (lambda m, t: t["second"].fill_(float("nan")), "second holds values that are not finite"),
+    "nan": (lambda m, t: t["second"].fill_(float("nan")), "second holds values out of range"),
     "counts": (lambda m, t: t["data_rows"].mul_(2), "more samples than the 40"),
     "twice": (lambda m, t: t["indices"].fill_(3), "a sample is in it twice"),
     "digest": (lambda m, t: m.update(data_digest="00ff"), "data_digest is not that"),
@@ -264,13 +265,16 @@ DAMAGE = {
     "levels": (lambda m, t: t["lam"].add_(1), "lam does not belong"),
     "order": (lambda m, t: t["t"].copy_(t["t"].flip(0)), "out of order"),
     "type": (lambda m, t: t.update(rows=t["rows"].float()), "rows is torch.float32"),
-    "shape": (lambda m, t: t.update(second=t["second"][..., :1]), "second has the shape"),
-    "missing": (lambda m, t: t.pop("squares"), "not those of moments"),
+    "shape": (
+        lambda m, t: t.update(second=t["second"][..., :1]),
+        r"second is torch.float64 \(.*, expected",
+    ),
+    "missing": (lambda m, t: t.pop("squares"), "it lacks squares"),
     "sample shape": (lambda m, t: m.update(shape=[2, -4, 6]), "sample shape makes no sense"),
     "large": (lambda m, t: m.update(shape=[2, 2**19, 2**19]), "do not belong to its sample shape"),
     "classes": (lambda m, t: m.update(classes=[1, 1]), "classes make no sense"),
     "process": (lambda m, t: m["provenance"].update(process={"kind": "none"}), "damaged"),
-    "no provenance": (lambda m, t: m.pop("provenance"), "damaged"),
+    "no provenance": (lambda m, t: m.pop("provenance"), "it lacks provenance"),
 }
 
 
@@ -281,12 +285,12 @@ def test_what_makes_no_sense_is_named(what):
     spoil, words = DAMAGE[what]
     spoil(meta, tensors)
     with pytest.raises(ArtifactError, match=words):
-        unpack(meta, tensors)
+        unpacked(unpack, meta, tensors, "moments")
 
 
 def test_nonsense_is_not_saved(tmp_path):
     moments = filled(real=True)
     moments.rows[0, 0, 0] = -1
-    with pytest.raises(ArtifactError, match="rows is negative"):
+    with pytest.raises(ArtifactError, match="cannot save these moments: rows holds values out of range"):
         moments.save(tmp_path / "moments.safetensors")
     assert not list(tmp_path.iterdir())

@@ -10,11 +10,11 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
@@ -23,11 +23,13 @@ from trueup.errors import ArtifactError, TrueupError
 if TYPE_CHECKING:  # the command line names files long before it needs torch
     from torch import Tensor
 
+Made = TypeVar("Made")
 FORMAT = 3  # of all kinds; 1 and 2 were never released
 BUNDLED = Path(__file__).parent / "bundled"
 _LARGEST_NUMBER = 2.0**53  # whole numbers beyond are not what JSON readers agree on
 _LONGEST_TEXT = 1000
 _DEEPEST = 6
+_NONSENSE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def bundled(name: str | Path) -> Path:
@@ -105,6 +107,28 @@ def load_tensors(path: str | PathLike[str], kind: str) -> tuple[dict[str, Any], 
     except (SafetensorError, OSError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as e:
         raise ArtifactError(f"{path} cannot be read: {line(e)}") from None
     return meta, tensors
+
+
+def load_as(
+    path: str | PathLike[str], kind: str, unpack: Callable[[dict[str, Any], dict[str, Tensor]], Made]
+) -> Made:
+    """What `unpack` makes of a file's values and tensors; whatever is wrong raises ArtifactError."""
+    return unpacked(unpack, *load_tensors(path, kind), str(path))
+
+
+def unpacked(
+    unpack: Callable[[dict[str, Any], dict[str, Tensor]], Made],
+    meta: dict[str, Any],
+    tensors: dict[str, Tensor],
+    where: str,
+) -> Made:
+    """unpack(meta, tensors), and whatever it stumbles over is an ArtifactError that begins with `where`."""
+    try:
+        return unpack(meta, tensors)
+    except ArtifactError as error:
+        raise ArtifactError(f"{where}: {error}") from None
+    except (TrueupError, *_NONSENSE) as error:
+        raise ArtifactError(f"{where}: damaged: {type(error).__name__}: {line(error)}") from None
 
 
 def _checksum(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:

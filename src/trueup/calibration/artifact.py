@@ -12,26 +12,13 @@ from torch import Tensor
 
 from trueup import __version__
 from trueup.bands import Bands
+from trueup.calibration import stored
 from trueup.calibration.correction import Correction
 from trueup.calibration.evidence import Evidence
-from trueup.calibration.stored import (
-    LARGEST,
-    Bounds,
-    check_intervals,
-    check_tensors,
-    kept_bands,
-    nonzero_bands,
-    numbers,
-    pack,
-    part,
-    unpack,
-    whole,
-    word,
-)
+from trueup.calibration.stored import LARGEST, Bounds, check_tensors, numbers, part, whole, word
 from trueup.calibration.trajectory import digest_of, find
 from trueup.denoiser import Binding
-from trueup.errors import ArtifactError, TrueupError
-from trueup.files import line
+from trueup.errors import ArtifactError
 from trueup.parametrization import Parametrization
 from trueup.process import from_settings
 from trueup.statistics import Number
@@ -40,61 +27,42 @@ KIND = "a calibration"
 _PARTS = ("value", "error", "low", "high")
 _BY_LEVEL = ("loss", "eta2", "gain")
 _TOTALS = ("bound_gain", "shift_bound_gain")
-_NONSENSE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_DATA = ("data_mean", "data_variance", "data_variance_se")
 
 
 def pack_calibration(calibration: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A calibration as metadata and tensors; what could not be read again is refused."""
+    """A calibration as metadata and tensors."""
     correction, evidence = calibration.correction, calibration.evidence
-    bands = correction.bands
-    kept = nonzero_bands(correction.b, bands)
+    kept, b = stored.packed(correction.b, correction.bands)
+    single = {"b": b, "a": correction.a, "d": correction.d, "support": _support(correction)}
+    single |= {"scale": evidence.scale, **{name: getattr(calibration, name) for name in _DATA}}
     tensors: dict[str, Tensor] = {
         "t": calibration.t,
         "lam": correction.lam,
-        "b": correction.b[..., bands.coefficients(kept)].float(),
-        "a": correction.a.float(),
-        "d": correction.d.float(),
-        "support": _support(correction).float(),
-        "scale": evidence.scale.float(),
         "shift_se": evidence.shift_se,
-        "data_mean": calibration.data_mean.float(),
-        "data_variance": calibration.data_variance.float(),
-        "data_variance_se": calibration.data_variance_se.float(),
         "data_digests": calibration.data_digests,
+        **{name: tensor.float() for name, tensor in single.items()},
         **{f"{n}.{part}": getattr(getattr(evidence, n), part) for n in _BY_LEVEL for part in _PARTS},
     }
     entries = []
     for i, trajectory in enumerate(calibration.trajectories):
-        entry, more = pack(trajectory, f"trajectory.{i}")
+        entry, more = stored.pack(trajectory, f"trajectory.{i}")
         entries.append(entry)
         tensors |= more
+    totals = {n: [float(getattr(getattr(evidence, n), part)) for part in _PARTS] for n in _TOTALS}
     meta: dict[str, Any] = {
         "trueup": __version__,
-        "family": calibration.family,
-        "estimator": calibration.estimator,
+        **{name: getattr(calibration, name) for name in ("family", "estimator", "data_images", "provenance")},
         "shape": list(calibration.shape),
-        "band_edges": list(bands.edges),
+        "band_edges": list(correction.bands.edges),
         "kept_bands": kept,
         "images": evidence.images,
         "folds": evidence.folds,
-        **{n: [_json_float(getattr(getattr(evidence, n), part)) for part in _PARTS] for n in _TOTALS},
-        "data_images": calibration.data_images,
-        "provenance": calibration.provenance,
+        **{n: [None if math.isnan(value) else value for value in values] for n, values in totals.items()},
         "trajectories": entries,
         "identity": calibration.identity,
     }
-    unpack_calibration(meta, tensors)
     return meta, tensors
-
-
-def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The fields of a calibration; anything inconsistent or unknown raises ArtifactError with the reason."""
-    try:
-        return _fields(meta, tensors)
-    except ArtifactError:
-        raise
-    except (TrueupError, *_NONSENSE) as error:
-        raise ArtifactError(f"damaged: {type(error).__name__}: {line(error)}") from None
 
 
 def identity_of(correction: Correction, provenance: dict[str, Any]) -> str:
@@ -112,42 +80,44 @@ def _support(correction: Correction) -> Tensor:
     return torch.ones(len(correction.lam) - 1, correction.bands.count, dtype=torch.float64)
 
 
-def _fields(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    shape, provenance = tuple(part(meta, "shape", list)), part(meta, "provenance", dict)
+def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The fields of a calibration; what is inconsistent or unknown raises ArtifactError with the reason."""
+    shape, provenance = stored.sample_shape(meta), part(meta, "provenance", dict)
     t, data_mean, digests = (part(tensors, name, Tensor) for name in ("t", "data_mean", "data_digests"))
-    if not 2 <= len(shape) <= 6 or not all(type(n) is int and 0 < n < 2**20 for n in shape):
-        raise ArtifactError("its sample shape makes no sense")
     levels, channels, size = t.numel(), shape[0], math.prod(shape[1:])
     # Before anything is built: a map that is in the file, times levels that are, bounds what we allocate.
-    check_tensors({"data_mean": data_mean}, {"data_mean": _map(channels, size)})
+    of_map = Bounds((channels, size), -1e9, 1e9, torch.float32)
+    check_tensors({"data_mean": data_mean}, {"data_mean": of_map})
     if not 1 <= levels <= 10_000 or levels * channels * size * 8 > LARGEST:
         raise ArtifactError(f"{levels} levels of samples of shape {shape} make no sense")
     bands = Bands(shape[1:], numbers(meta.get("band_edges"), "band_edges", 0.0, 1e9, most=1000))
-    coefficients = bands.coefficients(kept_bands(meta, bands))
+    coefficients = stored.kept_coefficients(meta, bands)
     by_trajectory = {name: tensor for name, tensor in tensors.items() if name.startswith("trajectory.")}
-    check_tensors(
-        {name: tensor for name, tensor in tensors.items() if name not in by_trajectory},
-        _bounds(levels, channels, size, bands.count, len(coefficients), digests.numel()),
-    )
-    check_intervals({name: [tensors[f"{name}.{part}"] for part in ("low", "high")] for name in _BY_LEVEL})
+    bounds = _bounds(levels, channels, bands.count, len(coefficients), digests.numel())
+    own = {name: tensor for name, tensor in tensors.items() if name not in by_trajectory}
+    check_tensors(own, {**bounds, "data_mean": of_map})
+    for name in _BY_LEVEL:
+        if (tensors[f"{name}.low"] > tensors[f"{name}.high"]).any():
+            raise ArtifactError(f"{name} has intervals that end below where they begin")
     check_provenance(provenance)
     process, lam = from_settings(part(provenance, "process", dict)), tensors["lam"]
     if process.integer_times and not process.t_max - process.t_min <= 1e5:
         raise ArtifactError(f"its noise process has {process.t_max:g} timesteps")
-    if levels > 1 and not ((t.diff() > 0).all() and (lam.diff() < 0).all()):
+    if not ((t.diff() > 0).all() and (lam.diff() < 0).all()):
         raise ArtifactError("its noise levels are out of order")
     if not torch.allclose(process.lam(t), lam, rtol=1e-6, atol=1e-6):
         raise ArtifactError("its noise levels do not belong to its noise process")
     b = torch.zeros(levels, channels, size, dtype=torch.float64)
     b[..., coefficients] = tensors["b"].double()
-    mean = data_mean.double()
+    data = {name: tensors[name].double() for name in _DATA}
     entries = part(meta, "trajectories", list)
     if len(entries) > 1000 or not all(isinstance(entry, dict) for entry in entries):
         raise ArtifactError("its list of trajectories makes no sense")
     if {name.split(".")[1] for name in by_trajectory} != {str(i) for i in range(len(entries))}:
         raise ArtifactError("its trajectories are not those it lists")
     trajectories = tuple(
-        unpack(entry, by_trajectory, f"trajectory.{i}", bands, mean) for i, entry in enumerate(entries)
+        stored.unpack(entry, by_trajectory, f"trajectory.{i}", bands, data["data_mean"])
+        for i, entry in enumerate(entries)
     )
     if any(find(trajectories[:i], made.sampler) for i, made in enumerate(trajectories)):
         raise ArtifactError("two of its trajectories are for one sampler")
@@ -170,9 +140,7 @@ def _fields(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
         ),
         "family": word(meta, "family"),
         "estimator": word(meta, "estimator"),
-        "data_mean": mean,
-        "data_variance": tensors["data_variance"].double(),
-        "data_variance_se": tensors["data_variance_se"].double(),
+        **data,
         "data_images": whole(meta, "data_images", 1, 2**40),
         "data_digests": digests,
         "provenance": provenance,
@@ -180,39 +148,22 @@ def _fields(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _map(channels: int, size: int) -> Bounds:
-    return Bounds((channels, size), -1e9, 1e9, torch.float32)
-
-
-def _bounds(
-    levels: int, channels: int, size: int, bands: int, coefficients: int, digests: int
-) -> dict[str, Bounds]:
+def _bounds(levels: int, channels: int, bands: int, coefficients: int, digests: int) -> dict[str, Bounds]:
     """Of every tensor; gains beyond a hundred and shifts beyond a million are no corrections."""
     single = torch.float32
-    by_level = {
-        f"{name}.{part}": Bounds(
-            (levels,),
-            0.0 if part == "error" or (name, part) == ("loss", "value") else -1e12,
-            1e12,
-            unknown=(name, part) != ("loss", "value"),
-        )
-        for name in _BY_LEVEL
-        for part in _PARTS
-    }
+    parts = {f"{n}.{part}": -1e12 for n in _BY_LEVEL for part in _PARTS}
+    lowest = {**parts, "shift_se": 0.0, **{f"{n}.error": 0.0 for n in _BY_LEVEL}}
     return {
         "t": Bounds((levels,), -1e9, 1e9),
         "lam": Bounds((levels,), -100.0, 100.0),
         "b": Bounds((levels, channels, coefficients), -1e6, 1e6, single),
-        "a": Bounds((levels, channels, bands), -100.0, 100.0, single),
-        "d": Bounds((levels, channels, bands), -100.0, 100.0, single),
-        "support": Bounds((max(levels - 1, 0), bands), 0.0, 1.0, single),
+        **dict.fromkeys(("a", "d"), Bounds((levels, channels, bands), -100.0, 100.0, single)),
+        "support": Bounds((levels - 1, bands), 0.0, 1.0, single),
         "scale": Bounds((levels, bands), 0.0, 1.0, single),
-        "shift_se": Bounds((levels,), 0.0, 1e12, unknown=True),
-        "data_mean": _map(channels, size),
-        "data_variance": Bounds((channels, bands), 0.0, 1e12, single),
-        "data_variance_se": Bounds((channels, bands), 0.0, 1e12, single),
+        **dict.fromkeys(("data_variance", "data_variance_se"), Bounds((channels, bands), 0.0, 1e12, single)),
         "data_digests": Bounds((digests,), dtype=torch.int64),
-        **by_level,
+        **{name: Bounds((levels,), low, 1e12, unknown=True) for name, low in lowest.items()},
+        "loss.value": Bounds((levels,), 0.0, 1e12),
     }
 
 
@@ -252,13 +203,8 @@ def _check_binding(binding: dict[str, Any]) -> None:
     Binding.from_settings(binding)
 
 
-def _json_float(value: float) -> float | None:
-    return None if math.isnan(value) else float(value)
-
-
 def _total(meta: dict[str, Any], name: str) -> Number:
-    values = meta.get(name)
-    value, error, low, high = numbers(values, name, -1e12, 1e12, least=4, most=4, unknown=True)
+    value, error, low, high = numbers(meta.get(name), name, -1e12, 1e12, least=4, most=4, unknown=True)
     if error < 0 or low > high:
         raise ArtifactError(f"{name} has an impossible error")
     return Number(value, error, low, high)

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from trueup.errors import Argument, AttachError, MismatchError
 from trueup.hf import is_pipeline, network_of, schedule
 from trueup.hf.loading import config_of
 
-_FORCE = Argument("force", True)
+_FORCE, _ADVICE = Argument("force", True), "recalibrate, or pass {} if you know they agree"
 
 
 def as_calibration(calibration: Calibration | str | PathLike[str]) -> Calibration:
@@ -82,13 +83,14 @@ class Attachment:
     @property
     def active(self) -> bool:
         """Whether it is on."""
-        if self._denoiser is not None and self._denoiser.correction is self._hook:
-            return True
-        return any(hook is self._hook for hook in corrections(self._target))
+        return any(hook is self._hook for hook in (*corrections(self._target), self._in_denoiser()))
+
+    def _in_denoiser(self) -> Any:
+        return None if self._denoiser is None else self._denoiser.correction
 
     def put_on(self) -> None:
         """Put it on; a model carries one calibration at a time."""
-        if corrections(self._target) or (self._denoiser is not None and self._denoiser.correction):
+        if corrections(self._target) or self._in_denoiser():
             raise AttachError("a calibration is already attached to this model: remove it first")
         if self._hook.binding is None:
             assert self._denoiser is not None
@@ -110,8 +112,7 @@ class Attachment:
         """Take it off; the model's outputs are again exactly what they were. Doing it twice is harmless."""
         if self._denoiser is not None and self._denoiser.correction is self._hook:
             self._denoiser.correction = None
-        else:
-            _take_off(self._target, self._hook)
+        _take_off(self._target, self._hook)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -141,9 +142,7 @@ class Attachment:
         if step == 0 or self._trajectory is None:
             self._trajectory = self._for_pipeline(pipe)
         if "latents" not in tensors:
-            raise AttachError(
-                "on_step_end needs the latents: leave callback_on_step_end_tensor_inputs as it is"
-            )
+            raise AttachError("it needs the latents: leave callback_on_step_end_tensor_inputs as it is")
         tensors["latents"] = self._trajectory.at_step(step, float(timestep), tensors["latents"])
         return tensors
 
@@ -157,13 +156,10 @@ class Attachment:
                 "trajectories start from noise. Leave out on_step_end, or use strength=1."
             )
         if getattr(pipe, "guidance_rescale", 0.0):
-            raise MismatchError(
-                "trajectories are made without guidance_rescale: leave it, or on_step_end, out"
-            )
+            raise MismatchError("trajectories are made without guidance_rescale: leave it or on_step_end out")
         guided = getattr(pipe, "do_classifier_free_guidance", False)
         guidance = float(getattr(pipe, "guidance_scale", 1.0)) if guided else 1.0
-        sampler = Sampler.of_scheduler(pipe.scheduler, steps, guidance)
-        return choose(self.calibration.trajectories, sampler)
+        return choose(self.calibration.trajectories, Sampler.of_scheduler(pipe.scheduler, steps, guidance))
 
 
 def _take_off(network: Any, only: CorrectOutput | None) -> bool:
@@ -187,15 +183,12 @@ def _compile_again() -> None:
 def _target(model: Any) -> tuple[Any, Denoiser | None]:
     if isinstance(model, Denoiser):
         return unwrapped(model.network), model
-    if is_pipeline(model):
-        return unwrapped(network_of(model)), None
-    if isinstance(model, nn.Module):
-        return unwrapped(model), None
+    if is_pipeline(model) or isinstance(model, nn.Module):
+        return unwrapped(network_of(model) if is_pipeline(model) else model), None
     if isinstance(model, (str, Path)):
         raise AttachError("attach takes a loaded model or pipeline, not a path")
-    raise AttachError(
-        f"cannot attach to {type(model).__name__}: pass the pipeline, the nn.Module, or a trueup.Denoiser"
-    )
+    kind = type(model).__name__
+    raise AttachError(f"cannot attach to {kind}: pass the pipeline, the nn.Module, or a trueup.Denoiser")
 
 
 def _binding(calibration: Calibration, target: Any, denoiser: Denoiser | None, force: bool) -> Binding | None:
@@ -206,14 +199,9 @@ def _binding(calibration: Calibration, target: Any, denoiser: Denoiser | None, f
         # Finding it takes labels that nobody has here, if the network is conditional.
         if denoiser is not None and not denoiser.conditional and not force:
             found = denoiser.binding()
-            if found is None or any(
-                getattr(found, part) != getattr(made, part) for part in ("x", "t", "scale", "offset")
-            ):
-                raise MismatchError(
-                    "this Denoiser calls its network otherwise than the one that was calibrated did",
-                    "give it the same `call`, recalibrate, or pass {} if you know they agree",
-                    _FORCE,
-                )
+            if found is None or replace(found, y=made.y) != made:
+                problem = "this Denoiser calls its network otherwise than the one that was calibrated did"
+                raise MismatchError(problem, f"give it the same `call`, {_ADVICE}", _FORCE)
         return made
     if denoiser is None:
         raise MismatchError(
@@ -226,35 +214,25 @@ def _binding(calibration: Calibration, target: Any, denoiser: Denoiser | None, f
 def _check_model(model: Any, target: Any, denoiser: Denoiser | None, calibration: Calibration) -> None:
     weights = fingerprint(target)
     if isinstance(target, nn.Module) and is_sharded(target):
-        warnings.warn(
-            "the weights are sharded: whether the calibration is theirs cannot be told", stacklevel=4
-        )
+        warnings.warn("the weights are sharded: nobody can tell if the calibration is theirs", stacklevel=4)
     elif not calibration.fits(weights):
-        made_for = next(iter((calibration.provenance.get("weights") or {}).values()), "none")
-        this = next(iter(weights.values()), "none")
-        raise MismatchError(
-            f"this calibration was made for other weights (fingerprint {made_for[:8]}, model {this[:8]})",
-            "recalibrate, or pass {} if you know they agree",
-            _FORCE,
-        )
+        both = (calibration.provenance.get("weights") or {}, weights)
+        made, this = (next(iter(found.values()), "none")[:8] for found in both)
+        problem = f"this calibration was made for other weights (fingerprint {made}, model {this})"
+        raise MismatchError(problem, _ADVICE, _FORCE)
     if denoiser is not None:
+        made_for = f"this calibration was made for samples of shape {calibration.shape}"
         if denoiser.shape != calibration.shape:
-            raise MismatchError(
-                f"this calibration was made for samples of shape {calibration.shape}, not {denoiser.shape}"
-            )
+            raise MismatchError(f"{made_for}, not {denoiser.shape}")
         process, parametrization = denoiser.process, denoiser.parametrization
     elif is_pipeline(model) and model.scheduler is not None:
         process, parametrization = schedule(config_of(model.scheduler))
     else:
         return
     if not calibration.process.agrees_with(process):
-        raise MismatchError(
-            "this calibration was made for another noise process than the model's scheduler describes",
-            "recalibrate with this scheduler, or pass {} if you know they agree",
-            _FORCE,
-        )
-    if calibration.parametrization != parametrization:
-        raise MismatchError(
-            f"this calibration is of a {calibration.parametrization.name} prediction, the scheduler says "
-            f"{parametrization.name}"
-        )
+        problem = "this calibration was made for another noise process than the model's scheduler describes"
+        raise MismatchError(problem, _ADVICE, _FORCE)
+    ours, theirs = calibration.parametrization, parametrization
+    if ours != theirs:
+        problem = f"this calibration is of a {ours.name} prediction"
+        raise MismatchError(f"{problem}, the scheduler says {theirs.name}")

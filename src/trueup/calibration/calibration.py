@@ -14,8 +14,7 @@ from trueup.calibration.correction import Correction
 from trueup.calibration.evidence import Evidence
 from trueup.calibration.trajectory import Trajectory
 from trueup.denoiser.network import same_weights
-from trueup.errors import ArtifactError
-from trueup.files import load_tensors, save_tensors
+from trueup.files import load_as, save_tensors, unpacked
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess, from_settings
 from trueup.statistics import Number, trapezoid_weights
@@ -68,8 +67,7 @@ class Calibration:
     @property
     def generated(self) -> dict[str, Any] | None:
         """How the images behind it were sampled from the model itself; None if they are data."""
-        found: dict[str, Any] | None = self.provenance.get("generated")
-        return found
+        return self.provenance.get("generated")
 
     @property
     def empty(self) -> bool:
@@ -157,11 +155,8 @@ class Calibration:
         e = self.evidence
         heads = ("t", "lam", "loss", "|mean residual|^2", "held-out gain", "of loss")
         widths = (9, 7, 10, 24, 18, 8)
-        lines = [
-            self._headline(),
-            "",
-            " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)),
-        ]
+        header = " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True))
+        lines = [self._headline(), "", header]
         for row in range(len(self.t)):
             loss, gain = float(e.loss.value[row]), e.gain[row]
             share = gain.value / loss if loss else math.nan
@@ -169,15 +164,13 @@ class Calibration:
                 f"{float(self.t[row]):9.4g} {float(self.correction.lam[row]):7.2f} {loss:10.4g} "
                 f"{_range(e.eta2[row]):>24} {_pm(gain):>18} {percent(share):>8}"
             )
-        bits, share_of_loss = self.uncalibration, self.uncalibration_share.scaled(100)
+        bits, share = self.uncalibration, self.uncalibration_share.scaled(100)
+        score = f"{_pm(bits)} bits/dim of the bound, at least {_pm(share)}% of the score matching loss"
         lines += [
             "",
             "loss: E|eps_hat - eps|^2 summed over a sample; intervals and ± are 95%",
             f"gain of the likelihood bound: {_pm(e.bound_gain)} nats",
-            "uncalibration score: unknown"
-            if math.isnan(bits.value)
-            else f"uncalibration score: {_pm(bits)} bits/dim of the bound, at least "
-            f"{_pm(share_of_loss)}% of the score matching loss",
+            f"uncalibration score: {'unknown' if math.isnan(bits.value) else score}",
         ]
         if self.generated:
             lines.append("measured on the model's own samples: errors that these share with it do not show")
@@ -189,20 +182,14 @@ class Calibration:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write one .safetensors file, atomically; see docs/format.md."""
-        try:
-            meta, tensors = pack_calibration(self)
-        except ArtifactError as error:
-            raise ArtifactError(f"cannot save this calibration: {error}") from None
+        meta, tensors = pack_calibration(self)
+        unpacked(unpack_calibration, meta, tensors, "cannot save this calibration")
         save_tensors(path, KIND, meta, tensors)
 
 
 def load(path: str | PathLike[str]) -> Calibration:
     """Read a calibration; anything damaged, inconsistent or unknown raises ArtifactError with the reason."""
-    meta, tensors = load_tensors(path, KIND)
-    try:
-        return Calibration(**unpack_calibration(meta, tensors))
-    except ArtifactError as error:
-        raise ArtifactError(f"{path}: {error}") from None
+    return Calibration(**load_as(path, KIND, unpack_calibration))
 
 
 def _count(number: int, noun: str) -> str:

@@ -105,21 +105,12 @@ def interpolation_weights(levels: Tensor, lam: Tensor) -> Tensor:
     >>> interpolation_weights(torch.tensor([2.0, 1.0, 0.0]), torch.tensor([1.25, 9.0])).tolist()
     [[0.25, 0.75, 0.0], [1.0, 0.0, 0.0]]
     """
-    return hat_weights(level_position(levels, lam), len(levels))
-
-
-def level_position(levels: Tensor, lam: Tensor) -> Tensor:
-    """Where lam lies among falling levels, as a fractional index."""
     if len(levels) == 1:
-        return torch.zeros_like(lam)
+        return torch.ones_like(lam)[..., None]
     rising = -levels
     right = torch.searchsorted(rising, -lam.contiguous()).clamp(1, len(levels) - 1)
     left = right - 1
     fraction = (-lam - rising[left]) / (rising[right] - rising[left])
-    return left + fraction.clamp(0.0, 1.0)
-
-
-def hat_weights(position: Tensor, count: int) -> Tensor:
-    """A fractional index as weights on its two neighbours, (B, count)."""
-    index = torch.arange(count, device=position.device, dtype=position.dtype)
+    position = left + fraction.clamp(0.0, 1.0)
+    index = torch.arange(len(levels), device=position.device, dtype=position.dtype)
     return (1.0 - (position[..., None] - index).abs()).clamp_min(0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -31,28 +31,16 @@ class Bounds(NamedTuple):
 def check_tensors(tensors: Mapping[str, Tensor], bounds: Mapping[str, Bounds]) -> None:
     """Raise for the first tensor that is not what it must be, by name."""
     for name, bound in bounds.items():
-        if name not in tensors:
-            raise ArtifactError(f"it lacks {name}")
-        tensor = tensors[name]
-        if tuple(tensor.shape) != bound.shape or tensor.dtype != bound.dtype:
-            raise ArtifactError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {bound.dtype} {bound.shape}"
-            )
-        if not tensor.is_floating_point():
-            continue
+        tensor = part(tensors, name, Tensor)
+        found, expected = f"{tensor.dtype} {tuple(tensor.shape)}", f"{bound.dtype} {bound.shape}"
+        if found != expected:
+            raise ArtifactError(f"{name} is {found}, expected {expected}")
         values = tensor[~tensor.isnan()] if bound.unknown else tensor
         if not (torch.isfinite(values) & (values >= bound.low) & (values <= bound.high)).all():
             raise ArtifactError(f"{name} holds values out of range, {bound.low:g} to {bound.high:g}")
     others = sorted(set(tensors) - set(bounds))
     if others:
-        raise ArtifactError(f"{others[0][:40]!r} is no tensor of a calibration")
-
-
-def check_intervals(ends: Mapping[str, Sequence[Tensor]]) -> None:
-    """Raise for intervals (low, high) that end below where they begin."""
-    for name, (low, high) in ends.items():
-        if (low > high).any():
-            raise ArtifactError(f"{name} has intervals that end below where they begin")
+        raise ArtifactError(f"{others[0][:40]!r} is no tensor of such a file")
 
 
 def whole(meta: Mapping[str, Any], name: str, low: int, high: int) -> int:
@@ -67,10 +55,17 @@ def part(meta: Mapping[str, Any], name: str, kind: type[Part]) -> Part:
     """A list, an object or a tensor of a file."""
     if name not in meta:
         raise ArtifactError(f"it lacks {name}")
-    value = meta[name]
-    if not isinstance(value, kind):
-        raise ArtifactError(f"{name} is {str(value)[:20]!r}, expected a {kind.__name__}")
-    return value
+    if not isinstance(meta[name], kind):
+        raise ArtifactError(f"{name} is {str(meta[name])[:20]!r}, expected a {kind.__name__}")
+    return meta[name]
+
+
+def sample_shape(meta: Mapping[str, Any]) -> tuple[int, ...]:
+    """The shape of a sample, (C, *spatial)."""
+    shape = part(meta, "shape", list)
+    if not 2 <= len(shape) <= 6 or not all(type(n) is int and 0 < n < 2**20 for n in shape):
+        raise ArtifactError("its sample shape makes no sense")
+    return tuple(shape)
 
 
 def numbers(
@@ -94,37 +89,35 @@ def word(meta: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def kept_bands(meta: Mapping[str, Any], bands: Bands) -> list[int]:
-    """Which bands of a map are in the file."""
+def kept_coefficients(meta: Mapping[str, Any], bands: Bands) -> Tensor:
+    """Which coefficients of a map are in the file."""
     kept = meta.get("kept_bands")
     if not isinstance(kept, list) or not all(type(k) is int and 0 <= k < bands.count for k in kept):
         raise ArtifactError("its list of kept bands makes no sense")
     if kept != sorted(set(kept)):
         raise ArtifactError("its list of kept bands is out of order")
-    return kept
+    return bands.coefficients(kept)
 
 
-def nonzero_bands(maps: Tensor, bands: Bands) -> list[int]:
-    """The bands in which maps (..., K) are not zero."""
-    return [k for k, members in enumerate(bands.members) if bool(maps[..., members].any())]
+def packed(maps: Tensor, bands: Bands) -> tuple[list[int], Tensor]:
+    """The bands in which maps (..., K) are not zero, and their coefficients."""
+    kept = [k for k, members in enumerate(bands.members) if bool(maps[..., members].any())]
+    return kept, maps[..., bands.coefficients(kept)].float()
 
 
 def pack(trajectory: Trajectory, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A trajectory as metadata and tensors; of the shift only the bands that have one."""
-    bands, sampler, states = trajectory.bands, trajectory.sampler, trajectory.states
-    kept = nonzero_bands(trajectory.shift, bands)
+    kept, shift = packed(trajectory.shift, trajectory.bands)
     meta = {
-        **sampler.as_json(),
+        **trajectory.sampler.as_json(),
         "kept_bands": kept,
         "trajectories": trajectory.trajectories,
         "provenance": trajectory.provenance,
         "identity": trajectory.identity,
     }
     tensors = {
-        "t": states.t.double(),
-        "alpha": states.alpha.double(),
-        "sigma": states.sigma.double(),
-        "shift": trajectory.shift[..., bands.coefficients(kept)].float(),
+        **{part: getattr(trajectory.states, part).double() for part in ("t", "alpha", "sigma")},
+        "shift": shift,
         "gain": trajectory.gain.float(),
         **{part: trajectory.evidence[part].double() for part in (*EVIDENCE, *TOTALS)},
     }
@@ -136,20 +129,17 @@ def unpack(
 ) -> Trajectory:
     """The trajectory, or ArtifactError if it makes no sense."""
     have = {full.removeprefix(f"{name}."): v for full, v in tensors.items() if full.startswith(f"{name}.")}
-    coefficients = bands.coefficients(kept_bands(meta, bands))
+    coefficients = kept_coefficients(meta, bands)
     count, (channels, size) = have["t"].numel() if "t" in have else 0, mean.shape
     if count < 1 or count * channels * size * 8 > LARGEST:
         raise ArtifactError(f"{name} has {count} states of {channels} x {size} values")
     bounds = {
         "t": Bounds((count,), -1e9, 1e9),
-        "alpha": Bounds((count,), 0.0, 1e6),
-        "sigma": Bounds((count,), 0.0, 1e6),
+        **dict.fromkeys(("alpha", "sigma"), Bounds((count,), 0.0, 1e6)),
         "shift": Bounds((count, channels, len(coefficients)), -1e9, 1e9, torch.float32),
         "gain": Bounds((count, channels, bands.count), 1e-4, 1e4, torch.float32),
-        **{
-            part: Bounds((count, bands.count), 0.0 if part.endswith("se") else -1e12, 1e12, unknown=True)
-            for part in EVIDENCE
-        },
+        **dict.fromkeys(EVIDENCE[::2], Bounds((count, bands.count), -1e12, 1e12, unknown=True)),
+        **dict.fromkeys(EVIDENCE[1::2], Bounds((count, bands.count), 0.0, 1e12, unknown=True)),
         **dict.fromkeys(TOTALS, Bounds((count,), 0.0, 1e12, unknown=True)),
     }
     check_tensors(have, bounds)

@@ -19,8 +19,6 @@ from trueup.hf.schedules import scheduler_settings
 # The miss of held-out trajectories in nats: by band (S, bands); the errors also of all bands together (S,).
 EVIDENCE = ("before", "before_se", "after", "after_se")
 TOTALS = ("before_total_se", "after_total_se")
-
-
 Adjust = Callable[[int, Tensor], Tensor]  # (i, state i) -> what to go on with
 
 
@@ -57,10 +55,10 @@ class Sampler:
     @classmethod
     def of(cls, name: str, settings: Mapping[str, Any], nfe: int, guidance: float = 1.0) -> Sampler:
         """The sampler that a solver with these settings makes with `nfe` evaluations."""
-        found = json.loads(json.dumps(dict(settings), default=_plain))
-        # Some schedulers have infinity for a default, which a file's JSON does not.
-        infinite = {n for n, v in found.items() if isinstance(v, float) and not math.isfinite(v)}
-        plain = {name: str(value) if name in infinite else value for name, value in found.items()}
+        plain = json.loads(json.dumps(dict(settings), default=_plain))
+        for setting, value in plain.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                plain[setting] = str(value)  # infinity, some schedulers' default, is no JSON
         return cls(name, nfe, plain, float(guidance))
 
     @classmethod
@@ -75,18 +73,12 @@ class Sampler:
 
     def as_json(self) -> dict[str, Any]:
         """As plain values."""
-        return {
-            "solver": self.name,
-            "nfe": self.nfe,
-            "guidance": self.guidance,
-            "settings": self.settings,
-        }
+        return {"solver": self.name, "nfe": self.nfe, "guidance": self.guidance, "settings": self.settings}
 
     def differences(self, other: Sampler) -> list[str]:
         """In what two samplers differ; their names do not count."""
         found = [] if self.nfe == other.nfe else ["number of evaluations"]
-        if self.guidance != other.guidance:
-            found.append("guidance")
+        found += [] if self.guidance == other.guidance else ["guidance"]
         # A release of diffusers may add a setting: only those that both know are compared.
         names = self.settings.keys() & other.settings.keys()
         return found + [n for n in sorted(names) if self.settings[n] != other.settings[n]]
@@ -115,34 +107,27 @@ class Trajectory:
     def summary(self) -> str:
         """What it is for and what it does, in a line."""
         text = f"trajectory of {self.sampler}"
-        before, after = (self._miss(name) for name in ("before", "after"))
+        values = [float(self.evidence[name][-1].sum()) for name in EVIDENCE[::2]]
+        errors = [float(self.evidence[name][-1]) for name in TOTALS]
+        before, after = (f"{v:.3g} ± {2 * e:.2g}" for v, e in zip(values, errors, strict=True))
         if self.empty:
             return f"{text}: its samples miss the data's moments by {before} nats, nothing is corrected"
-        changed = sum(not self._identity(i) for i in range(len(self.states)))
-        return (
-            f"{text}: {changed} of {len(self.states)} states corrected; samples missed the data's moments by "
-            f"{before}, now by {after} nats"
-        )
-
-    def _miss(self, name: str) -> str:
-        """The miss of the samples."""
-        value, error = float(self.evidence[name][-1].sum()), float(self.evidence[f"{name}_total_se"][-1])
-        return f"{value:.3g} ± {2 * error:.2g}"
+        changed = f"{sum(map(self._changes, range(len(self.states))))} of {len(self.states)} states corrected"
+        return f"{text}: {changed}; samples missed the data's moments by {before}, now by {after} nats"
 
     @property
     def identity(self) -> str:
         """A short hash of what it does: the same for a trajectory and what was loaded from its file."""
-        states = self.states
-        parts = (self.shift, self.gain, states.t, states.alpha, states.sigma, self.mean)
-        return digest_of(self.sampler.as_json(), parts)
+        of_states = (self.states.t, self.states.alpha, self.states.sigma)
+        return digest_of(self.sampler.as_json(), (self.shift, self.gain, *of_states, self.mean))
 
     @property
     def empty(self) -> bool:
         """Whether it changes no state."""
-        return all(self._identity(i) for i in range(len(self.states)))
+        return not any(map(self._changes, range(len(self.states))))
 
-    def _identity(self, i: int) -> bool:
-        return not self.shift[i].any() and bool((self.gain[i] == 1).all())
+    def _changes(self, i: int) -> bool:
+        return bool(self.shift[i].any() or (self.gain[i] != 1).any())
 
     def __call__(self, i: int, x: Tensor) -> Tensor:
         """State i (B, C, *spatial) with its moments restored, in its own dtype."""
@@ -170,12 +155,11 @@ class Trajectory:
 
     def at_step(self, i: int, t: float, x: Tensor) -> Tensor:
         """State i of somebody else's loop, which says where step i began; nothing is taken on trust."""
-        if i >= len(self.states) or abs(t - float(self.states.t[i])) > 1e-3 * max(1.0, abs(t)):
-            raise MismatchError(
-                f"step {i} begins at t = {t:g}, that of the trajectory "
-                + (f"at {float(self.states.t[i]):g}" if i < len(self.states) else "does not exist")
-                + ": it was made for other timesteps"
-            )
+        own = float(self.states.t[i]) if i < len(self.states) else math.nan
+        if not abs(t - own) <= 1e-3 * max(1.0, abs(t)):
+            there = "does not exist" if math.isnan(own) else f"at {own:g}"
+            problem = f"step {i} begins at t = {t:g}, that of the trajectory {there}"
+            raise MismatchError(f"{problem}: it was made for other timesteps")
         shape = (len(self.mean), *self.bands.spatial)
         if tuple(x.shape[1:]) != shape:
             raise MismatchError(f"the trajectory is of states of shape {shape}, not {tuple(x.shape[1:])}")
@@ -183,16 +167,14 @@ class Trajectory:
 
     def _tables(self, i: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """The map as gain - 1 (C, *spatial) on the DCT and an image to add."""
-        if self._identity(i):
+        if not self._changes(i):
             return None
         with torch.inference_mode(False):
             gain = self.bands.spread(self.gain[i].double())
             mu = self.states.alpha[i] * self.mean.double()
             offset = mu - gain * (mu + self.shift[i].double())
-            shape = (-1, *self.bands.spatial)
-            return (gain - 1).reshape(shape).to(device, dtype), self.bands.idct(offset.reshape(shape)).to(
-                device, dtype
-            )
+            added, image = (v.reshape(-1, *self.bands.spatial) for v in (gain - 1, offset))
+            return added.to(device, dtype), self.bands.idct(image).to(device, dtype)
 
 
 def digest_of(settings: Any, parts: Iterable[Tensor]) -> str:
@@ -212,11 +194,10 @@ def choose(trajectories: Sequence[Trajectory], sampler: Sampler) -> Trajectory:
     """The trajectory for a sampler, or an error that says which there are."""
     if not trajectories:
         raise MismatchError(f"no trajectory for {sampler}: this calibration has none (see calibrate_sampler)")
-    found = find(trajectories, sampler)
-    if found is not None:
-        return found
     nearest = min(trajectories, key=lambda made: len(made.sampler.differences(sampler)))
     differences = nearest.sampler.differences(sampler)
+    if not differences:
+        return nearest
     there = "; ".join(str(made.sampler) for made in trajectories)
     hint = ""
     if not {"number of evaluations", "guidance", "kind"} & {*differences}:

@@ -12,7 +12,7 @@ import torch
 from trueup.calibration import Attachment, Calibration, as_calibration
 from trueup.denoiser import Denoiser
 from trueup.errors import Argument, DataError, ModelError
-from trueup.estimate.measuring import needs_labels
+from trueup.estimate.measuring import NEEDS_LABELS
 from trueup.hf import as_denoiser
 from trueup.images import Batch, Samples
 
@@ -82,4 +82,4 @@ def passed_over(samples: Samples, notes: list[str]) -> None:
 def check_labelled(denoiser: Denoiser, batch: Batch) -> None:
     """Raise unless a conditional network gets its labels."""
     if denoiser.conditional and batch.y is None:
-        raise DataError(needs_labels())
+        raise DataError(NEEDS_LABELS)

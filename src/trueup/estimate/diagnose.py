@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,12 +24,17 @@ from trueup.noise import level_key, normal
 from trueup.parametrization import Parametrization
 from trueup.process import DiscreteVP, Flow, NoiseProcess
 
+Change = Callable[[Tensor], Tensor]
 _LAM = (1.5, 0.5, -0.5, -1.5)  # where networks are far better than filters
 _SURE = 4.0  # standard errors of the paired difference before a mistake is named
 _LEAST = 0.985  # and the share of the loss it must come down to
 _LATENT_SCALES = {0.18215: "Stable Diffusion 1 and 2", 0.13025: "Stable Diffusion XL"}
 FEWEST = 8  # with fewer nothing is sure
 IMAGES = 32  # enough to tell mistakes apart
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 @dataclass
@@ -45,20 +51,16 @@ class _Hypothesis:
     mistake: ModelError  # with the remedy
     process: NoiseProcess
     parametrization: Parametrization
-    transform: Callable[[Tensor], Tensor] | None = None  # of the data
-    time: Callable[[Tensor], Tensor] | None = None  # of what the network is told
+    transform: Change = _same  # of the data
+    time: Change = _same  # of what the network is told
 
 
 def check_use(denoiser: Denoiser, samples: Samples) -> Diagnosis:
     """Raise ModelError if a network seems to be used wrongly, tried on the first of the images."""
     found = look(denoiser, samples)
     if found.problem is not None:
-        raise ModelError(
-            found.problem.problem,
-            f"{found.problem.advice} (or pass {{}} to go on as it is)",
-            *found.problem.arguments,
-            Argument("trust", True),
-        )
+        advice = f"{found.problem.advice} (or pass {{}} to go on as it is)"
+        raise ModelError(found.problem.problem, advice, *found.problem.arguments, Argument("trust", True))
     return found
 
 
@@ -79,34 +81,29 @@ def diagnose(denoiser: Denoiser, batch: Batch, *, flip: bool = False) -> Diagnos
     if denoiser.conditional and batch.y is None:
         raise DataError("the network is conditional: the data must come with labels")
     if len(batch) < FEWEST:
-        words = f"fewer than {FEWEST} images: not looked for the usual mistakes"
-        return Diagnosis(float("nan"), hints=[words])
+        return Diagnosis(float("nan"), hints=[f"fewer than {FEWEST} images: not looked for usual mistakes"])
     process, parametrization = denoiser.process, denoiser.parametrization
     with denoiser.evaluating():
-        as_given = _evaluate(denoiser, batch, process, batch.x0)
-        given = as_given.scores(parametrization)
+        as_given = _evaluate(denoiser, batch, process)
+        given = as_given(parametrization)
         best, problem = given, None
         for guess in _hypotheses(denoiser, batch.x0):
-            if guess.transform is None and guess.time is None and guess.process is process:
-                evaluated = as_given  # only read differently
-            else:
-                x0 = guess.transform(batch.x0) if guess.transform else batch.x0
-                evaluated = _evaluate(denoiser, batch, guess.process, x0, guess.time)
-            tried = evaluated.scores(guess.parametrization)
+            evaluated = as_given  # perhaps only read differently
+            if guess.transform is not _same or guess.time is not _same or guess.process is not process:
+                evaluated = _evaluate(denoiser, batch, guess.process, guess.transform, guess.time)
+            tried = evaluated(guess.parametrization)
             if tried.mean() < min(1.0, float(best.mean())) and _surely_better(tried, given):
                 best, problem = tried, guess.mistake
         mirrored = None
         if denoiser.data_range is not None and batch.x0.ndim == 4 and not flip:
-            flipped = _evaluate(denoiser, batch, process, batch.x0.flip(-1))
-            mirrored = flipped.scores(parametrization)
+            mirrored = _evaluate(denoiser, batch, process, lambda x: x.flip(-1))(parametrization)
     result = Diagnosis(float(given.mean()), problem)
     if problem is None and mirrored is not None:
         if _surely_better(mirrored, given):
             result.problem = ModelError("the network denoises these images better mirrored", "mirror them")
         elif not _surely_better(given, mirrored) and abs(mirrored.mean() / given.mean() - 1) < 0.03:
-            result.hints.append(
-                "mirrored images are denoised as well: if it was trained with random flips, flip them"
-            )
+            hint = "mirrored images are denoised as well: if it was trained with random flips, flip them"
+            result.hints.append(hint)
     error = float(given.std()) / len(given) ** 0.5
     if result.problem is None and result.score - _SURE * error > 1.0:
         result.problem = ModelError(
@@ -122,47 +119,41 @@ def _surely_better(tried: Tensor, given: Tensor) -> bool:
     return bool(difference.mean() > _SURE * error and tried.mean() < _LEAST * given.mean())
 
 
-@dataclass
-class _Evaluated:
-    """A network's outputs on noised data, level by level."""
-
-    alpha: Tensor  # (L, 1, ...)
-    sigma: Tensor
-    x_t: Tensor  # (L, B, C, *spatial)
-    eps: Tensor
-    output: Tensor
-    reference: Tensor  # (L,) the Wiener filter's loss
-
-    def scores(self, parametrization: Parametrization) -> Tensor:
-        """Loss over the Wiener filter's, averaged over levels, for every image, (B,)."""
-        eps_hat = parametrization.to_eps(self.output, self.x_t, self.alpha, self.sigma)
-        loss = (eps_hat - self.eps).square().flatten(2).sum(2).cpu().double()
-        return (loss / self.reference.clamp_min(1e-12)[:, None]).mean(0)
-
-
 def _evaluate(
-    denoiser: Denoiser,
-    batch: Batch,
-    process: NoiseProcess,
-    x0: Tensor,
-    time: Callable[[Tensor], Tensor] | None = None,
-) -> _Evaluated:
+    denoiser: Denoiser, batch: Batch, process: NoiseProcess, transform: Change = _same, time: Change = _same
+) -> Callable[[Parametrization], Tensor]:
+    """What the network says of noised data, as the scores (B,) of how it is read.
+
+    That is its loss over the Wiener filter's, averaged over levels, for every image.
+    """
     device = denoiser.device
     lam = torch.tensor(_LAM, dtype=torch.float64)
     lowest, highest = float(process.lam(process.t_max)), float(process.lam(process.t_min))
     t = process.snap(process.t_of_lam(lam.clamp(lowest, highest)))
-    x0, y = x0.to(device), None if batch.y is None else batch.y.to(device)
+    there = batch.to(device)
+    x0 = transform(there.x0)
     wide = (-1, *[1] * x0.ndim)
     alpha, sigma = (v.to(device, torch.float32).reshape(wide) for v in (process.alpha(t), process.sigma(t)))
     # The same for every hypothesis.
     eps = torch.stack([normal(0, batch.index, level_key(v), denoiser.shape, device) for v in _LAM])
     x_t = alpha * x0 + sigma * eps
-    told = t if time is None else time(t)
-    output = torch.stack([denoiser.predict(x, at, y).float() for x, at in zip(x_t, told, strict=True)])
-    if not torch.isfinite(output).all():
-        bad = float(t[~torch.isfinite(output).flatten(1).all(1).cpu()][0])
-        raise ModelError(f"the network returned values that are not finite at t = {bad:g}")
-    return _Evaluated(alpha, sigma, x_t, eps, output, _wiener_loss(x0, process.alpha(t), process.sigma(t)))
+    calls = zip(x_t, time(t), strict=True)
+    output = torch.stack([denoiser.predict(x, told, there.y).float() for x, told in calls])
+    refuse_nonsense(output, t)
+    reference = _wiener_loss(x0, process.alpha(t), process.sigma(t)).clamp_min(1e-12)[:, None]
+
+    def scores(parametrization: Parametrization) -> Tensor:
+        eps_hat = parametrization.to_eps(output, x_t, alpha, sigma)
+        return ((eps_hat - eps).square().flatten(2).sum(2).cpu().double() / reference).mean(0)
+
+    return scores
+
+
+def refuse_nonsense(values: Tensor, t: Tensor) -> None:
+    """Raise if what a network returned at times t (L,), or sums of it, (L, ...), holds nonsense."""
+    finite = torch.isfinite(values).flatten(1).all(1).cpu()
+    if not finite.all():
+        raise ModelError(f"the network returned values that are not finite at t = {float(t[~finite][0]):g}")
 
 
 def _wiener_loss(x0: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
@@ -180,13 +171,16 @@ def _hypotheses(denoiser: Denoiser, x0: Tensor) -> Iterator[_Hypothesis]:
     flow = ("flow", "reversed_flow") if isinstance(process, Flow) else ()
     for name in ("noise", "data", "velocity", *flow):
         if name != parametrization.name and parametrization.sigma_data is None:
-            mistake = ModelError(
-                f"the network's outputs fit a {name} prediction, not {parametrization.name}",
-                "pass {}",
-                Argument("prediction", name),
-            )
+            text = f"the network's outputs fit a {name} prediction, not {parametrization.name}"
+            mistake = ModelError(text, "pass {}", Argument("prediction", name))
             yield _Hypothesis(mistake, process, Parametrization(name))
-    yield from _of_time(process, parametrization)
+    # Times counted backwards, from noise to data, with either sign of a flow.
+    opposite = {"flow": "reversed_flow", "reversed_flow": "flow"}.get(parametrization.name)
+    advice = "tell it the time that is left: Denoiser(..., call=lambda x_t, t: net(x_t, end - t))"
+    for read in (parametrization, *([Parametrization(opposite)] if opposite else [])):
+        told = "" if read == parametrization else f", and predicts a {read.name}"
+        mistake = ModelError(f"the network counts time from noise to data{told}", advice)
+        yield _Hypothesis(mistake, process, read, time=lambda t: process.t_min + process.t_max - t)
     if isinstance(process, DiscreteVP):
         steps = round(process.t_max) + 1
         for name, other in (
@@ -195,52 +189,31 @@ def _hypotheses(denoiser: Denoiser, x0: Tensor) -> Iterator[_Hypothesis]:
             ("cosine", DiscreteVP.cosine(steps)),
         ):
             if not process.agrees_with(other):
-                mistake = ModelError(
-                    f"the network fits {name} betas, not those of its scheduler",
-                    "pass the scheduler it was trained with as {}",
-                    Argument("scheduler"),
-                )
+                text = f"the network fits {name} betas, not those of its scheduler"
+                advice = "pass the scheduler it was trained with as {}"
+                mistake = ModelError(text, advice, Argument("scheduler"))
                 yield _Hypothesis(mistake, other, parametrization)
 
 
 def _of_the_data(denoiser: Denoiser, x0: Tensor) -> Iterator[_Hypothesis]:
     """Other ranges, BGR, unscaled latents."""
 
-    def guess(
-        text: str, advice: str, change: Callable[[Tensor], Tensor], *arguments: Argument
-    ) -> _Hypothesis:
-        mistake = ModelError(text, advice, *arguments)
+    def guess(mistake: ModelError, change: Change) -> _Hypothesis:
         return _Hypothesis(mistake, denoiser.process, denoiser.parametrization, change)
 
     if denoiser.data_range == (-1.0, 1.0):
         text = "the network fits data in 0..1, not in -1..1"
-        yield guess(text, "pass {}", lambda x: (x + 1) / 2, Argument("model_range", (0, 1)))
+        yield guess(ModelError(text, "pass {}", Argument("model_range", (0, 1))), lambda x: (x + 1) / 2)
         if float(x0.min()) >= -1e-3:
             text = "the network fits these images stretched to -1..1: they are in 0..1"
-            yield guess(text, "pass {}", lambda x: 2 * x - 1, Argument("data_range", (0, 1)))
+            yield guess(ModelError(text, "pass {}", Argument("data_range", (0, 1))), lambda x: 2 * x - 1)
     if denoiser.data_range == (0.0, 1.0):
         text = "the network fits data in -1..1, not in 0..1"
-        yield guess(text, "pass {}", lambda x: 2 * x - 1, Argument("model_range", (-1, 1)))
+        yield guess(ModelError(text, "pass {}", Argument("model_range", (-1, 1))), lambda x: 2 * x - 1)
     if denoiser.data_range is None:
         for scale, models in _LATENT_SCALES.items():
             text, advice = f"the network fits these latents times {scale}", f"scale them as {models} does"
-            yield guess(text, advice, lambda x, scale=scale: scale * x)  # type: ignore[misc]
+            yield guess(ModelError(text, advice), partial(torch.mul, scale))
     elif denoiser.shape[0] == 3:
         text = "the network fits these images with their channels reversed: they are BGR"
-        yield guess(text, "convert them to RGB", lambda x: x.flip(1))
-
-
-def _of_time(process: NoiseProcess, parametrization: Parametrization) -> Iterator[_Hypothesis]:
-    """Times counted backwards, from noise to data, with either sign of a flow."""
-    ends = process.t_min + process.t_max
-    sign = {"flow": "reversed_flow", "reversed_flow": "flow"}.get(parametrization.name)
-    for name in (parametrization.name, sign):
-        if name is None:
-            continue
-        read = parametrization if name == parametrization.name else Parametrization(name)
-        told = "" if read == parametrization else f", and predicts a {name}"
-        mistake = ModelError(
-            f"the network counts time from noise to data{told}",
-            "tell it the time that is left: Denoiser(..., call=lambda x_t, t: net(x_t, end - t))",
-        )
-        yield _Hypothesis(mistake, process, read, time=lambda t: ends - t)
+        yield guess(ModelError(text, "convert them to RGB"), lambda x: x.flip(1))

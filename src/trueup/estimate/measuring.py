@@ -15,7 +15,7 @@ from torch import Tensor
 from trueup.calibration.correction import LEVEL_SPACING
 from trueup.denoiser import Denoiser, in_parts
 from trueup.errors import DataError, ModelError
-from trueup.estimate.diagnose import check_use
+from trueup.estimate.diagnose import check_use, refuse_nonsense
 from trueup.estimate.moments import Moments
 from trueup.estimate.run import Run
 from trueup.hf import as_denoiser
@@ -25,6 +25,10 @@ from trueup.process import NoiseProcess
 from trueup.progress import Progress
 
 IMAGES = 500
+NEEDS_LABELS = (
+    "the network is conditional: the data must come with labels, as (image, label) pairs, a column or an "
+    ".npz array named `label`, or Images(..., labels=[...])"
+)
 _AT_ONCE = 2**21  # values of x_t at levels whose bookkeeping is done together; at least one level's
 _CHEAP = 0.1  # seconds: a checkpoint that takes no longer is written after every batch
 _SAVING = 10.0  # others when so many times as long was spent measuring
@@ -81,32 +85,49 @@ def measure(
     """
     denoiser = as_denoiser(model)
     if denoiser.corrected:
-        raise ModelError(
-            "a calibration is attached to this model: remove it first, or its effect is measured"
-        )
+        raise ModelError("a calibration is attached to this model: remove it, or its effect is measured")
     if not isinstance(mean_images, int) or mean_images < 0:
         raise DataError(f"mean_images is a whole number of at least 0, not {mean_images!r}")
-    samples = open_images(data, denoiser, count=IMAGES)
-    moments = _empty(denoiser, samples, levels, edges, classes, int(seed))
+    samples, process = open_images(data, denoiser, count=IMAGES), denoiser.process
+    provenance = {
+        "model": denoiser.description,
+        "weights": denoiser.fingerprint(),
+        "parametrization": denoiser.parametrization.settings(),
+        "data_range": list(denoiser.data_range) if denoiser.data_range else None,
+        "seed": int(seed),
+        "transform": samples.images.transform(),
+        # Not data but samples, see `trueup.sampling.generate`.
+        "generated": getattr(samples.images.source, "origin", None),
+    }
+    kinds: dict[str, Any] = {"edges": edges, "classes": classes, "provenance": provenance}
+    moments = Moments.empty(process, check_levels(process, levels), denoiser.shape, **kinds)
     with Run(run) if run is not None else nullcontext() as kept:
         if kept is not None:
             moments = kept.resume(moments, samples)
         if not trust and not moments.images:
             check_use(denoiser, samples)
-        moments = _measure(denoiser, samples, moments, int(seed), kept, progress)
-    if mean_images:
-        _add_to_mean(moments, samples, mean_images)
+        moments = _measure(denoiser, samples, moments, kept, progress)
+    if mean_images and samples.images.count is not None:  # else all there are were measured
+        samples.images = replace(samples.images, count=moments.images + mean_images)
+        for batch in samples.batches(256, **_new(moments)):
+            _note(moments, batch, mean_only=True)
     moments.skipped = samples.skipped
     return moments
 
 
+def _new(moments: Moments) -> dict[str, Any]:
+    """What to ask for to get samples that are not among those measured, by index or by content."""
+    known = dict(zip(moments.indices.tolist(), moments.digests.tolist(), strict=True))
+    return {"skip": known, "without": known.values(), "unique": True}
+
+
+def _note(moments: Moments, batch: Batch, mean_only: bool = False) -> None:
+    known_as: dict[str, Any] = {"y": batch.y, "group": batch.group, "mean_only": mean_only}
+    moments.add_samples(batch.index, batch.x0, batch.digests, **known_as)
+
+
 def _measure(
-    denoiser: Denoiser,
-    samples: Samples,
-    moments: Moments,
-    seed: int,
-    run: Run | None,
-    progress: bool | None,
+    denoiser: Denoiser, samples: Samples, moments: Moments, run: Run | None, progress: bool | None
 ) -> Moments:
     count, done = samples.images.count, moments.images
     if count is not None and done > count:
@@ -114,17 +135,16 @@ def _measure(
             f"this run has measured {done} images already, more than the {count} asked for: "
             "ask for at least as many, or use a new run directory"
         )
-    expected, each = samples.expected(), moments.levels
+    expected, each, seed = samples.expected(), moments.levels, moments.provenance["seed"]
     total = None if expected is None else expected * each
-    known = dict(zip(moments.indices.tolist(), moments.digests.tolist(), strict=True))
     if denoiser.device.type != "mps":  # which has no float64
         moments = moments.to(denoiser.device)
     saved, cost = time.monotonic(), 0.0  # when the last checkpoint was written, and how long that took
-    kept = len(known)  # samples in the last checkpoint
+    kept = len(moments.indices)  # samples in the last checkpoint
     with denoiser.evaluating(), Progress(total, "measuring", done=done * each, show=progress) as bar:
-        for batch in samples.batches(denoiser.batch_size, skip=known, without=known.values(), unique=True):
+        for batch in samples.batches(denoiser.batch_size, **_new(moments)):
             if denoiser.conditional and batch.y is None:
-                raise DataError(needs_labels())
+                raise DataError(NEEDS_LABELS)
             check_finite(moments)  # of the batch before: its last evaluations ran while this one was read
             if not len(moments.indices):
                 check_responds(denoiser, batch, seed)
@@ -144,60 +164,9 @@ def _measure(
     if run is not None and len(moments.indices) > kept:
         run.save(moments, samples)
     if not moments.images:
-        raise DataError(
-            f"{samples.name} holds no samples"
-            + (f" that can be used: {samples.skipped[0]}" if samples.skipped else "")
-        )
+        why = f" that can be used: {samples.skipped[0]}" if samples.skipped else ""
+        raise DataError(f"{samples.name} holds no samples{why}")
     return moments.to("cpu")
-
-
-def needs_labels() -> str:
-    """What to say of data without labels for a network that takes them."""
-    return (
-        "the network is conditional: the data must come with labels, as (image, label) pairs, a column or an "
-        ".npz array named `label`, or Images(..., labels=[...])"
-    )
-
-
-def _add_to_mean(moments: Moments, samples: Samples, mean_images: int) -> None:
-    """Read more images for the data's own sums alone."""
-    if samples.images.count is None:
-        return  # all there are were measured
-    samples.images = replace(samples.images, count=moments.images + mean_images)
-    known = dict(zip(moments.indices.tolist(), moments.digests.tolist(), strict=True))
-    for batch in samples.batches(256, skip=known, without=known.values(), unique=True):
-        moments.add_samples(
-            batch.index, batch.x0, batch.digests, y=batch.y, group=batch.group, mean_only=True
-        )
-
-
-def _empty(
-    denoiser: Denoiser,
-    samples: Samples,
-    levels: Sequence[float] | Tensor | None,
-    edges: Sequence[float] | None,
-    classes: Sequence[int],
-    seed: int,
-) -> Moments:
-    process = denoiser.process
-    return Moments.empty(
-        process,
-        check_levels(process, levels),
-        denoiser.shape,
-        edges=edges,
-        classes=classes,
-        provenance={
-            "model": denoiser.description,
-            "weights": denoiser.fingerprint(),
-            "process": process.settings(),
-            "parametrization": denoiser.parametrization.settings(),
-            "data_range": list(denoiser.data_range) if denoiser.data_range else None,
-            "seed": seed,
-            "transform": samples.images.transform(),
-            # Not data but samples, see `trueup.sampling.generate`.
-            "generated": getattr(samples.images.source, "origin", None),
-        },
-    )
 
 
 @torch.inference_mode()
@@ -232,15 +201,12 @@ def add_batch(moments: Moments, denoiser: Denoiser, batch: Batch, seed: int) -> 
     for start in range(0, moments.levels, at_once):
         levels = slice(start, start + at_once)
         in_parts(lambda part, levels=levels: work(levels, part), len(batch))  # type: ignore[misc]
-    moments.add_samples(batch.index, batch.x0, batch.digests, y=batch.y, group=batch.group)
+    _note(moments, batch)
 
 
 def check_finite(moments: Moments) -> None:
     """Raise if the network returned nonsense. Waits for the device, so it is asked once a batch, late."""
-    finite = torch.isfinite(moments.second).movedim(2, 0).flatten(1).all(1).cpu()  # (L,)
-    if not finite.all():
-        t = float(moments.t[~finite][0])
-        raise ModelError(f"the network returned values that are not finite at t = {t:g}")
+    refuse_nonsense(moments.second.movedim(2, 0), moments.t)
 
 
 @torch.inference_mode()

@@ -27,20 +27,17 @@ import torch
 from torch import Tensor
 
 from trueup.bands import Bands
-from trueup.errors import ArtifactError, TrueupError
-from trueup.estimate.stored import KIND, LEVELS, PAIRS, SUMS, pack, unpack
-from trueup.files import load_tensors, save_tensors
+from trueup.errors import TrueupError
+from trueup.estimate.stored import KIND, LEVELS, SUMS, dimensions, pack, unpack
+from trueup.files import load_as, save_tensors, unpacked
 from trueup.noise import hashed
 from trueup.process import NoiseProcess
 
 RESIDUAL, DEPARTURE, U = 0, 1, 2
+_BY_LEVEL, _DATA, _NOTES = SUMS[:4], SUMS[4:], ("indices", "digests")
 _DEAL = 0x5EED0F0F01D5  # so that dealing has nothing to do with drawing noise
 _WRAP = (1 << 64) - 1
-
-
-def default_folds(dimensions: int) -> int:
-    """16, or fewer for samples so large that 16 maps per level would not fit in memory."""
-    return 16 if dimensions <= 2**16 else 8 if dimensions <= 2**17 else 4
+_NONE = torch.zeros(0, dtype=torch.int64)
 
 
 def fold_of(key: Tensor, folds: int) -> Tensor:
@@ -77,10 +74,8 @@ class Moments:
     data_rows: Tensor  # (G, F) samples behind the two sums below
     data_first: Tensor  # (G, F, C, K) sum of dct(x0)
     data_second: Tensor  # (G, F, C, bands) sum of dct(x0)^2
-    indices: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # (n,) the samples'
-    digests: Tensor = field(
-        default_factory=lambda: torch.zeros(0, dtype=torch.int64)
-    )  # (n,) what was in them
+    indices: Tensor = field(default_factory=lambda: _NONE)  # (n,) the samples'
+    digests: Tensor = field(default_factory=lambda: _NONE)  # (n,) what was in them
     mean_only: int = 0  # of these samples, read for the data's own sums alone
     data_digest: int = 0  # sum of all digests, modulo 2^64
     skipped: list[str] = field(default_factory=list)  # samples left out, and why
@@ -102,35 +97,18 @@ class Moments:
         shape, classes = tuple(shape), tuple(int(y) for y in classes)
         t = torch.as_tensor(t, dtype=torch.float64).cpu()
         bands = Bands(shape[1:], edges)
-        if len(t) < 1:
-            raise TrueupError("needs at least one noise level")
-        if len(t) > 1 and not (t.diff() > 0).all():
-            raise TrueupError("noise levels must be given by rising, distinct times")
+        if not len(t) or not (t.diff() > 0).all():
+            raise TrueupError("needs at least one noise level, given by rising, distinct times")
         if len(set(classes)) != len(classes):
             raise TrueupError("a class is named twice")
-        cells = (max(len(classes), 1), folds or default_folds(math.prod(shape)))
-        channels, size = shape[0], math.prod(shape[1:])
-        dims: dict[str, tuple[int, ...]] = {
-            "rows": (len(t),),
-            "squares": (len(t),),
-            "first": (len(t), 3, channels, size),
-            "second": (len(t), len(PAIRS), channels, bands.count),
-            "data_rows": (),
-            "data_first": (channels, size),
-            "data_second": (channels, bands.count),
-        }
+        # Fewer than 16 for samples so large that 16 maps per level would not fit in memory.
+        size = math.prod(shape)
+        cells = (max(len(classes), 1), folds or (16 if size <= 2**16 else 8 if size <= 2**17 else 4))
+        dims = dimensions(shape, len(t), bands)
         zeros: dict[str, Any] = {n: torch.zeros(*cells, *d, dtype=torch.float64) for n, d in dims.items()}
-        return cls(
-            t=t,
-            lam=process.lam(t),
-            alpha=process.alpha(t),
-            sigma=process.sigma(t),
-            shape=shape,
-            bands=bands,
-            classes=classes,
-            provenance={"process": process.settings(), **(provenance or {})},
-            **zeros,
-        )
+        provenance = {"process": process.settings(), **(provenance or {})}
+        levels = (t, process.lam(t), process.alpha(t), process.sigma(t))
+        return cls(*levels, shape, bands, classes, **zeros, provenance=provenance)
 
     @property
     def levels(self) -> int:
@@ -182,11 +160,7 @@ class Moments:
         waits for it but the check that labels `y` are among `classes`.
         """
         level = level.to(self.first.device, torch.int64, non_blocking=True)
-        if (
-            level.device.type == "cpu"
-            and len(level)
-            and not 0 <= int(level.min()) <= int(level.max()) < self.levels
-        ):
+        if level.device.type == "cpu" and not ((level >= 0) & (level < self.levels)).all():
             raise TrueupError(f"level is a position among the {self.levels} noise levels, counted from 0")
         cell = self._cell(index, y, group) * self.levels + level
         k = self.filter_gain.to(level.device, torch.float32, non_blocking=True)[level].reshape(
@@ -198,7 +172,7 @@ class Moments:
         products = products @ self.bands.indicator(z)  # (B, 6, C, bands)
         one = torch.ones(len(cell), dtype=torch.float64, device=z.device)
         terms = (one, one, z.double(), products.double())  # all of them, or, out of memory, nothing is added
-        for name, term in zip(("rows", "squares", "first", "second"), terms, strict=True):
+        for name, term in zip(_BY_LEVEL, terms, strict=True):
             getattr(self, name).flatten(0, 2).index_add_(0, cell, term)
 
     def add_samples(
@@ -218,10 +192,10 @@ class Moments:
         cell = self._cell(index, y, group)
         z = self.bands.dct(x0.to(self.first.device).float()).flatten(2).double()  # (B, C, K)
         terms = (torch.ones(len(cell), dtype=torch.float64, device=z.device), z, self.bands.sum(z.square()))
-        for name, term in zip(("data_rows", "data_first", "data_second"), terms, strict=True):
+        for name, term in zip(_DATA, terms, strict=True):
             getattr(self, name).flatten(0, 1).index_add_(0, cell, term)
         if digests is not None:
-            values = [_signed(int(value)) for value in digests]
+            values = [value - (1 << 64) if value >> 63 == 1 else value for value in map(int, digests)]
             self.indices = torch.cat([self.indices, index.to("cpu", torch.int64)])
             self.digests = torch.cat([self.digests, torch.tensor(values, dtype=torch.int64)])
             self.mean_only += len(values) if mean_only else 0
@@ -254,34 +228,23 @@ class Moments:
 
     def __add__(self, other: Moments) -> Moments:
         """The moments of both sets of samples: later images, or another machine's. They must not overlap."""
-        same = (
-            self.shape == other.shape
-            and self.bands.edges == other.bands.edges
-            and self.folds == other.folds
-            and self.classes == other.classes
-            and torch.equal(self.t, other.t)
-            and self.provenance == other.provenance
+        ours, theirs = (
+            (m.shape, m.bands.edges, m.folds, m.classes, m.t.tolist(), m.provenance) for m in (self, other)
         )
-        if not same:
+        if ours != theirs:
             raise TrueupError("moments measured with other settings cannot be added")
         noted = [bool(len(part.indices)) for part in (self, other) if part.rows.any() or part.data_rows.any()]
         if len(set(noted)) > 1:
             raise TrueupError("only one of these moments says which samples it holds: they may overlap")
-        shared = _shared(self.indices, other.indices)
-        if shared is not None:
-            raise TrueupError(f"both hold sample {shared}: shards need indices of their own")
-        if _shared(self.digests, other.digests) is not None:
+        shared = self.indices[torch.isin(self.indices, other.indices)]
+        if len(shared):
+            raise TrueupError(f"both hold sample {int(shared[0])}: shards need indices of their own")
+        if torch.isin(self.digests, other.digests).any():
             raise TrueupError("the same image is in both: count it once")
-        added = {name: getattr(self, name) + getattr(other, name).to(self.first.device) for name in SUMS}
-        return replace(
-            self,
-            **added,
-            indices=torch.cat([self.indices, other.indices]),
-            digests=torch.cat([self.digests, other.digests]),
-            mean_only=self.mean_only + other.mean_only,
-            data_digest=(self.data_digest + other.data_digest) & _WRAP,
-            skipped=self.skipped + other.skipped,
-        )
+        other = other.to(self.first.device)
+        added = {name: getattr(self, name) + getattr(other, name) for name in (*SUMS, "mean_only", "skipped")}
+        added |= {name: torch.cat([getattr(self, name), getattr(other, name)]) for name in _NOTES}
+        return replace(self, **added, data_digest=(self.data_digest + other.data_digest) & _WRAP)
 
     def pooled(self) -> Moments:
         """All classes as one."""
@@ -293,7 +256,7 @@ class Moments:
         """The samples of one class alone."""
         if y not in self.classes:
             raise TrueupError(f"label {y} is not among the classes {_few(self.classes)}")
-        one = slice(self.classes.index(y), self.classes.index(y) + 1)
+        one = [self.classes.index(y)]
         return self._unnoted(classes=(), **{name: getattr(self, name)[one] for name in SUMS})
 
     def used(self) -> Moments:
@@ -314,8 +277,7 @@ class Moments:
     def at_levels(self, keep: Tensor) -> Moments:
         """Some of the levels alone."""
         of_levels = {name: getattr(self, name)[keep] for name in LEVELS}
-        sums = {name: getattr(self, name)[:, :, keep] for name in ("rows", "squares", "first", "second")}
-        return replace(self, **of_levels, **sums)
+        return replace(self, **of_levels, **{name: getattr(self, name)[:, :, keep] for name in _BY_LEVEL})
 
     def of_equal_weight(self) -> Moments:
         """The same means, with the sum of weights at each level the number of samples it is worth."""
@@ -328,40 +290,22 @@ class Moments:
 
     def _unnoted(self, **changed: Any) -> Moments:
         """A part of the samples; which ones is not known."""
-        none = torch.zeros(0, dtype=torch.int64)
-        return replace(self, indices=none, digests=none, mean_only=0, data_digest=0, **changed)
+        return replace(self, indices=_NONE, digests=_NONE, mean_only=0, data_digest=0, **changed)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write one file, from which `load` makes the same moments."""
         meta, tensors = pack(self)
-        try:
-            unpack(meta, tensors)
-        except ArtifactError as error:
-            raise ArtifactError(f"cannot save these moments: {error}") from None
+        unpacked(unpack, meta, tensors, "cannot save these moments")
         save_tensors(path, KIND, meta, tensors)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Moments:
         """Read moments; what is damaged or makes no sense raises ArtifactError with the reason."""
-        meta, tensors = load_tensors(path, KIND)
-        try:
-            return cls(**unpack(meta, tensors))
-        except ArtifactError as error:
-            raise ArtifactError(f"{path}: {error}") from None
+        return cls(**load_as(path, KIND, unpack))
 
 
 def _sums(moments: Moments, folds: Tensor | slice) -> dict[str, Any]:
     return {name: getattr(moments, name)[:, folds] for name in SUMS}
-
-
-def _shared(one: Tensor, other: Tensor) -> int | None:
-    """A value that both hold."""
-    found = one[torch.isin(one, other)]
-    return int(found[0]) if len(found) else None
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 == 1 else value
 
 
 def _few(classes: tuple[int, ...]) -> str:

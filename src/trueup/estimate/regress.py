@@ -16,9 +16,7 @@ from trueup.estimate.stored import PAIRS
 from trueup.parametrization import Parametrization
 
 _PRECISION = 1e-5  # products are summed from float32: a fit cannot be trusted further than this
-_ABSENT = (
-    1e-3  # share of the departure's power below which sums of float32 products do not resolve an innovation
-)
+_ABSENT = 1e-3  # of the departure's power: sums of float32 products do not resolve a smaller innovation
 _SHARPNESS = 4.0  # how soon the better of two estimates of the mean takes over; see `mean_residual`
 
 
@@ -115,11 +113,8 @@ def slopes(centred: Centred) -> tuple[Slope, Slope, Tensor]:
     unexplained = unexplained.clamp_min(0.0) + _PRECISION**2 * centred.residual_power
     variance = unexplained / freedom
     influence = present * divide(centred.fold_dot(rest, innovation), i_power)
-    return (
-        Slope(on_innovation, divide(variance, i_power), influence),
-        Slope(on_u, divide(variance, u_power), divide(centred.fold_dot(rest, u), u_power)),
-        rho,
-    )
+    slope = Slope(on_innovation, divide(variance, i_power), influence)
+    return slope, Slope(on_u, divide(variance, u_power), divide(centred.fold_dot(rest, u), u_power)), rho
 
 
 @dataclass
@@ -132,9 +127,7 @@ class Mean:
     offset: Tensor  # (L, C, K), known; value = mean of the combination + offset
 
 
-def mean_residual(
-    centred: Centred, estimator: str, parametrization: Parametrization, a: Tensor, d: Tensor
-) -> Mean:
+def mean_residual(centred: Centred, estimator: str, a: Tensor, d: Tensor) -> Mean:
     """E[residual - a eps_hat - d u] per coefficient; equations 14 to 16 and 18.
 
     `plain` is the paper's average of outputs, `paired` averages output minus target, `regressed` takes out
@@ -145,7 +138,7 @@ def mean_residual(
     moments, n = centred.moments, centred.n
     if estimator == "plain":
         alpha, sigma = moments.alpha.reshape(-1, 1, 1), moments.sigma.reshape(-1, 1, 1)
-        p, q = parametrization.coefficients(alpha, sigma)
+        p, q = Parametrization(**moments.provenance["parametrization"]).coefficients(alpha, sigma)
         known = -p * sigma / (alpha * q - sigma * p)  # what the conversion itself pairs, equation 14
         return _mean(centred, centred.eps_hat() - known * centred.eps())
     # a eps_hat + d u, written so that a and d that undo each other leave no rounding error behind
@@ -165,12 +158,8 @@ def mean_residual(
 
     def controlled(share: Tensor) -> Mean:
         of_x0 = share * on_x0
-        mean = _mean(
-            centred,
-            paired - share * on_eps * eps - of_x0 * x0,
-            moments.bands.spread(of_x0) * data_mean,
-            share,
-        )
+        offset = moments.bands.spread(of_x0) * data_mean
+        mean = _mean(centred, paired - share * on_eps * eps - of_x0 * x0, offset, share)
         mean.variance = mean.variance + of_x0.square() * x0_variance
         return mean
 

@@ -10,22 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trueup.calibration.stored import Bounds, check_tensors, part
 from trueup.errors import ArtifactError, DataError, TrueupError
 from trueup.estimate.moments import Moments
 from trueup.estimate.stored import pack, unpack
-from trueup.files import Folder, line, load_tensors, save_tensors
+from trueup.files import Folder, line, load_as, save_tensors
 from trueup.images import Batch, Samples
 
 KIND = "a run"
 CHECKPOINT = "checkpoint.safetensors"
 _LOOKED_AT = 16  # images read again on resuming, to see that the data is still the same
-_NONSENSE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class Run(Folder):
@@ -33,33 +32,21 @@ class Run(Folder):
 
     def __init__(self, path: str | PathLike[str]):
         super().__init__(path)
+        self.file = self.path / CHECKPOINT
         self.labels: list[int] = []  # digests of the samples' labels
 
     def __enter__(self) -> Run:
         return self
-
-    @property
-    def file(self) -> Path:
-        """The checkpoint."""
-        return self.path / CHECKPOINT
 
     def resume(self, fresh: Moments, samples: Samples) -> Moments:
         """The moments measured so far, or `fresh` in a new run; other settings or images are refused."""
         if not self.file.exists():
             return fresh
         try:
-            meta, tensors = load_tensors(self.file, KIND)
-            labels = tensors.pop("labels")
-            moments = Moments(**unpack(meta["moments"], tensors))
-            signed, settings = meta["signed"], meta["settings"]
-            if labels.shape != moments.indices.shape or labels.dtype != torch.int64:
-                raise ArtifactError("its labels are not those of its samples")
-            if type(signed) is not bool or not isinstance(settings, dict):
-                raise ArtifactError("what it says of its data makes no sense")
-        except (ArtifactError, *_NONSENSE) as error:
-            raise TrueupError(
-                f"{self.file} cannot be trusted ({line(error, 150)}): delete {self.path} to start over"
-            ) from None
+            moments, self.labels, signed, settings = load_as(self.file, KIND, _unpack)
+        except ArtifactError as error:
+            why = f"{self.file} cannot be trusted ({line(error, 300)})"
+            raise TrueupError(f"{why}: delete {self.path} to start over") from None
         other = [n for n in {**settings, **_settings(fresh)} if settings.get(n) != _settings(fresh).get(n)]
         if other:
             raise TrueupError(
@@ -69,7 +56,6 @@ class Run(Folder):
         if _settings(moments) != settings:
             raise TrueupError(f"{self.file} contradicts itself: delete {self.path} to start over")
         samples.signed, samples.skipped = signed, list(moments.skipped)
-        self.labels = labels.tolist()
         self._check_data(moments, samples)
         return moments
 
@@ -94,28 +80,31 @@ class Run(Folder):
             index = int(moments.indices[row])
             try:
                 found = samples.at(index)
-                same = int(found.digests[0]) == int(moments.digests[row])
-                same = same and _digests(found.y, 1) == [self.labels[row]]
+                seen = (int(found.digests[0]), *_digests(found.y, 1))
             except (DataError, IndexError):
-                same = False
-            if not same:
+                seen = None
+            if seen != (int(moments.digests[row]), self.labels[row]):
                 raise DataError(
                     f"sample {index} of {samples.name} is not what it was when {self.path} was begun: "
                     "put the images and labels back, or use a new run directory"
                 )
-        if samples.labels is not None:  # then all of them cost nothing
-            own = moments.indices - samples.images.offset
-            y = torch.as_tensor(samples.labels)[own] if _numeric(samples.labels) else None
-            if y is not None and _digests(y, len(own)) != self.labels:
-                raise DataError(f"the labels are not what they were when {self.path} was begun")
+        try:
+            y = torch.as_tensor(samples.labels)  # all of them, since they cost nothing
+        except (TypeError, ValueError, RuntimeError):  # none, or not numbers
+            return
+        own = moments.indices - samples.images.offset
+        if _digests(y[own], len(own)) != self.labels:
+            raise DataError(f"the labels are not what they were when {self.path} was begun")
 
 
-def _numeric(labels: Any) -> bool:
-    try:
-        torch.as_tensor(labels)
-    except (TypeError, ValueError, RuntimeError):
-        return False
-    return True
+def _unpack(
+    meta: dict[str, Any], tensors: dict[str, Tensor]
+) -> tuple[Moments, list[int], bool, dict[str, Any]]:
+    """What a checkpoint holds: the moments, digests of labels, and what was said of the data."""
+    labels = {"labels": tensors.pop("labels")}
+    moments = Moments(**unpack(meta["moments"], tensors))
+    check_tensors(labels, {"labels": Bounds(tuple(moments.indices.shape), dtype=torch.int64)})
+    return moments, labels["labels"].tolist(), part(meta, "signed", bool), part(meta, "settings", dict)
 
 
 def _digests(y: Tensor | None, count: int) -> list[int]:
@@ -139,5 +128,4 @@ def _settings(moments: Moments) -> dict[str, Any]:
         "set of bands": moments.bands.edges,
         "set of classes": moments.classes,
     }
-    plain: dict[str, Any] = json.loads(json.dumps(settings))
-    return plain
+    return dict(json.loads(json.dumps(settings)))

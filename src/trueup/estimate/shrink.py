@@ -65,14 +65,15 @@ def effective_columns(deviation: Tensor) -> float:
     return float(ratio.log().mean().exp())
 
 
-def shrinker(
-    gram: Tensor, noise_sd: Tensor, correlation: Tensor, columns: Tensor, effective: Tensor, lam: Tensor
-) -> Tensor:
+def shrinker(gram: Tensor, noise_sd: Tensor, deviations: list[Tensor], lam: Tensor) -> Tensor:
     """The operator (bands, L, L) that turns estimates at all levels into shrunk, smoothed ones.
 
-    gram (bands, L, L) is Y Y' summed over columns, noise_sd (bands, L) the noise of one column,
-    correlation (bands, L, L) that of the noise between levels.
+    gram (bands, L, L) is Y Y' summed over columns, noise_sd (bands, L) the noise of one column, deviations
+    (F, L, columns) of each band those of the folds, in units of it.
     """
+    correlation = noise_correlation(deviations)
+    columns = torch.tensor([part.shape[2] for part in deviations], dtype=gram.dtype)
+    effective = torch.tensor([effective_columns(part) for part in deviations], dtype=gram.dtype)
     in_noise = gram / (noise_sd[:, :, None] * noise_sd[:, None, :])  # from here on, in units of the noise
     # Local amplitude, equation 20: how far the mean square stands above the noise.
     excess = torch.diagonal(in_noise, dim1=1, dim2=2) / columns[:, None] - 1.0

@@ -14,27 +14,17 @@ from torch import Tensor
 from trueup.bands import band_variance
 from trueup.calibration import Calibration, Correction, Evidence
 from trueup.errors import Argument, TrueupError
-from trueup.estimate.confirm import (
-    NOTHING,
-    confirmed_scale,
-    cross_validate,
-    one_coefficient,
-    realised_scale,
-    score,
-)
-from trueup.estimate.families import FAMILIES, Family
+from trueup.estimate import confirm
+from trueup.estimate.families import FAMILIES, Family, Slopes
 from trueup.estimate.measuring import measure
 from trueup.estimate.moments import Moments
 from trueup.estimate.regress import Centred, Mean, Slope, divide, mean_residual
-from trueup.estimate.shrink import effective_columns, kernel_weights, noise_correlation, shrinker
-from trueup.parametrization import Parametrization
+from trueup.estimate.shrink import kernel_weights, shrinker
 from trueup.statistics import Number, effective_folds, mean_and_error, squared_norm, trapezoid_weights
 
 ESTIMATORS = ("plain", "paired", "regressed", "shrunk")
 MOST_DIGESTS = 2**19  # images whose digests a file keeps; more would make it large
-PAIRED_FOLDS = (
-    1.5  # fold f scores what g fitted and g what f fitted: between 1 (all signal) and 2 (all noise)
-)
+PAIRED_FOLDS = 1.5  # f scores what g fitted and g what f fitted: between 1 (all signal) and 2 (all noise)
 FEWEST_FOLDS = 4  # fewer cannot say how far they scatter
 INFLATION_WIDTH = 1.0  # lam over which the excess of fold scatter over model variance is averaged
 
@@ -74,32 +64,29 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
     if moments.images == 0:
         raise TrueupError("these moments hold no samples")
     noted, moments = moments, _measured(moments.to("cpu").used()).of_equal_weight()
-    parametrization, kind = Parametrization(**moments.provenance["parametrization"]), FAMILIES[family]
-    rows = moments.rows[0]  # (F, L)
+    kind, rows = FAMILIES[family], moments.rows[0]  # (F, L)
     folds = (rows > 0).sum(0)  # (L,)
     confirmable = int(folds.min()) >= FEWEST_FOLDS
     alike = effective_folds(rows)  # (L,) fewer, where they differ in size
 
     centred = Centred(moments)
-    shrink = _shrinkage(centred, kind, parametrization) if estimator == "shrunk" else None
+    shrink = _shrinkage(centred, kind) if estimator == "shrunk" else None
 
-    def once(part: Centred) -> Correction:
-        return _estimate(part, kind, estimator, parametrization, shrink)
+    def once(part: Moments) -> Correction:
+        return _estimate(Centred(part), kind, estimator, shrink)
 
-    correction = once(centred)
-    shift = mean_residual(
-        centred, "paired" if moments.images < 8 else "shrunk", parametrization, *_no_slopes(centred)
-    )
+    correction = _estimate(centred, kind, estimator, shrink)
+    robust = "paired" if moments.images < 8 else "shrunk"
+    shift = mean_residual(centred, robust, *_no_slopes(centred))
     residual = centred.fold_sums(shift.combination) + rows[:, :, None, None] * shift.offset
-    held = cross_validate(moments, residual, lambda part: once(Centred(part))) if moments.folds > 1 else None
+    held = confirm.cross_validate(moments, residual, once) if moments.folds > 1 else None
     scale = torch.ones(moments.levels, moments.bands.count, dtype=torch.float64)
-    if estimator == "shrunk" and (held is None or not confirmable):
-        scale = 0 * scale
-        correction = correction.scaled(scale)
-    elif estimator == "shrunk" and held is not None:
-        scale = confirmed_scale(held, moments)
-        realised = realised_scale(held, correction, moments, scale)
-        correction, scale = correction.scaled(scale), realised
+    if estimator == "shrunk":
+        confirmed, scale = 0 * scale, 0 * scale
+        if held is not None and confirmable:
+            confirmed = confirm.confirmed_scale(held, moments)
+            scale = confirm.realised_scale(held, correction, moments, confirmed)
+        correction = correction.scaled(confirmed)
     correction.support = support(correction, moments)
     weights = trapezoid_weights(moments.lam)
 
@@ -129,10 +116,9 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
         shift_se=(shift.variance * moments.bands.sizes).sum((1, 2)).sqrt(),
         scale=scale,
     )
-    data = {name: getattr(noted.used(), name)[0].cpu() for name in ("data_rows", "data_first", "data_second")}
-    variance, variance_se = band_variance(
-        moments.bands, data["data_first"], data["data_second"], data["data_rows"]
-    )
+    used = noted.used()
+    first, second, data_rows = (v[0].cpu() for v in (used.data_first, used.data_second, used.data_rows))
+    variance, variance_se = band_variance(moments.bands, first, second, data_rows)
     return Calibration(
         correction=correction,
         t=moments.t,
@@ -140,7 +126,7 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
         evidence=evidence,
         family=family,
         estimator=estimator,
-        data_mean=data["data_first"].sum(0) / data["data_rows"].sum().clamp_min(1e-300),
+        data_mean=first.sum(0) / data_rows.sum().clamp_min(1e-300),
         data_variance=variance,
         data_variance_se=variance_se,
         data_images=noted.data_images,
@@ -162,36 +148,30 @@ def support(correction: Correction, moments: Moments) -> Tensor:
     and 0 if one is nothing or they are opposed. Were what they have in common c and the rest independent, it
     would be the share of c in each, and so how much of their mean to keep where there is no third.
     """
-    first, second = (slice(None, -1), slice(1, None))
+    first, second = torch.arange(moments.levels - 1), torch.arange(1, moments.levels)
+    n = moments.rows[0].sum(0)[:, None].clamp_min(1e-300)  # (L, 1)
 
-    def norm(which: slice, b: Tensor, a: Tensor, d: Tensor) -> Tensor:
-        """Sum over samples at some levels of the square of a correction, per sample, (L - 1, bands)."""
-        levels = torch.arange(moments.levels)[which]
-        made = Correction(moments.lam[which], b, a, d, moments.bands)
-        part = moments.at_levels(levels)
-        return score(part, made).square.sum(0) / part.rows[0].sum(0)[:, None].clamp_min(1e-300)
+    def norm(sign: float) -> Tensor:
+        """Mean square of c_i + sign c_j over the data at either level, (L - 1, bands)."""
+        b, a, d = (part[first] + sign * part[second] for part in (correction.b, correction.a, correction.d))
+        squares = []
+        for levels in (first, second):
+            made = Correction(moments.lam[levels], b, a, d, moments.bands)
+            squares.append(confirm.score(moments.at_levels(levels), made).square.sum(0) / n[levels])
+        return squares[0] + squares[1]
 
-    parts = [(part[first], part[second]) for part in (correction.b, correction.a, correction.d)]
-    total, apart = (
-        norm(first, *made) + norm(second, *made)
-        for made in ([i + j for i, j in parts], [i - j for i, j in parts])
-    )
     # |c_i + c_j|^2 = S + 2P and |c_i - c_j|^2 = S - 2P, with S the sum of squares and P the product: P/(S/2).
-    least = NOTHING**2 * one_coefficient(moments) / moments.rows[0].sum(0)[:, None].clamp_min(1e-300)
+    total, apart, least = norm(1.0), norm(-1.0), confirm.NOTHING**2 * confirm.one_coefficient(moments) / n
     return divide(total - apart, total + apart + least[first] + least[second]).clamp(0.0, 1.0)
 
 
 def _check(family: str, estimator: str) -> None:
-    if family not in FAMILIES:
-        raise TrueupError(f"unknown family {family!r}; choose from {', '.join(FAMILIES)}")
-    if estimator not in ESTIMATORS:
-        raise TrueupError(f"unknown estimator {estimator!r}; choose from {', '.join(ESTIMATORS)}")
+    for what, name, known in (("family", family, FAMILIES), ("estimator", estimator, ESTIMATORS)):
+        if name not in known:
+            raise TrueupError(f"unknown {what} {name!r}; choose from {', '.join(known)}")
     if FAMILIES[family].slopes is not None and estimator == "plain":
-        raise TrueupError(
-            "plain is the paper's estimator of a constant shift",
-            "use {} with it",
-            Argument("family", "shift"),
-        )
+        problem = "plain is the paper's estimator of a constant shift"
+        raise TrueupError(problem, "use {} with it", Argument("family", "shift"))
 
 
 def _no_slopes(centred: Centred) -> tuple[Tensor, Tensor]:
@@ -208,39 +188,31 @@ class Shrinkage:
     mean: Tensor
 
 
-def _estimate(
-    centred: Centred,
-    family: Family,
-    estimator: str,
-    parametrization: Parametrization,
-    shrink: Shrinkage | None,
-) -> Correction:
+def _estimate(centred: Centred, family: Family, estimator: str, shrink: Shrinkage | None) -> Correction:
     """Slopes and mean residual, shrunk and smoothed where operators are given; equations 14 to 18 and 21."""
     moments = centred.moments
     a, d = _no_slopes(centred)
     if family.slopes is not None and moments.images > 2:
-        innovation, on_u, rho = family.slopes(centred)
-        a, on_input = innovation.value, on_u.value
-        if shrink is not None:
-            a = torch.einsum("blm,mcb->lcb", shrink.innovation, a)
-            on_input = torch.einsum("blm,mcb->lcb", shrink.u, on_input)
-        d = on_input - rho * a
-    if not family.constant:
-        return Correction(moments.lam, torch.zeros_like(centred.first[0, :, 0]), a, d, moments.bands)
-    b = mean_residual(centred, estimator, parametrization, a, d).value
-    if shrink is not None:
-        b = _apply_by_band(shrink.mean, b, moments)
+        a, d = _gains(family.slopes(centred), shrink)
+    b = torch.zeros_like(centred.first[0, :, 0])
+    if family.constant:
+        b = mean_residual(centred, estimator, a, d).value
+        for index, operator in zip(moments.bands.members, shrink.mean if shrink else (), strict=False):
+            b[..., index] = torch.einsum("lm,mck->lck", operator, b[..., index])
     return Correction(moments.lam, b, a, d, moments.bands)
 
 
-def _apply_by_band(operator: Tensor, b: Tensor, moments: Moments) -> Tensor:
-    out = torch.zeros_like(b)
-    for k, index in enumerate(moments.bands.members):
-        out[..., index] = torch.einsum("lm,mck->lck", operator[k], b[..., index])
-    return out
+def _gains(found: Slopes, shrink: Shrinkage | None) -> tuple[Tensor, Tensor]:
+    """a and d of the slopes on innovation and u, shrunk where operators are given."""
+    innovation, on_u, rho = found
+    a, on_input = innovation.value, on_u.value
+    if shrink is not None:
+        a = torch.einsum("blm,mcb->lcb", shrink.innovation, a)
+        on_input = torch.einsum("blm,mcb->lcb", shrink.u, on_input)
+    return a, on_input - rho * a
 
 
-def _shrinkage(centred: Centred, family: Family, parametrization: Parametrization) -> Shrinkage:
+def _shrinkage(centred: Centred, family: Family) -> Shrinkage:
     """Choose the operators from all images; held-out fits reuse them on their own estimates.
 
     Choosing them anew without each fold would let a fold's own support decide how much of it is kept, which
@@ -253,30 +225,25 @@ def _shrinkage(centred: Centred, family: Family, parametrization: Parametrizatio
         return shrink
     a, d = _no_slopes(centred)
     if family.slopes is not None and moments.images > 2:
-        innovation, on_u, rho = family.slopes(centred)
-        shrink.innovation = _slope_operator(innovation, moments)
-        shrink.u = _slope_operator(on_u, moments)
-        a = torch.einsum("blm,mcb->lcb", shrink.innovation, innovation.value)
-        d = torch.einsum("blm,mcb->lcb", shrink.u, on_u.value) - rho * a
-    shrink.mean = _mean_operator(mean_residual(centred, "shrunk", parametrization, a, d), centred)
+        found = family.slopes(centred)
+        shrink.innovation, shrink.u = (_slope_operator(slope, moments) for slope in found[:2])
+        a, d = _gains(found, shrink)
+    shrink.mean = _mean_operator(mean_residual(centred, "shrunk", a, d), centred)
     return shrink
 
 
 def _slope_operator(slope: Slope, moments: Moments) -> Tensor:
     """For one direction's slopes, all bands at once; channels are the columns."""
-    folds, bands, channels = moments.folds, moments.bands.count, moments.shape[0]
-    influence = [slope.influence[..., k] for k in range(bands)]  # (F, L, C) each
+    folds = moments.folds
     model = slope.variance.mean(1)  # (L, bands)
     robust = slope.influence.square().sum(0).mean(1) * folds / (folds - 1)
     weights = kernel_weights(moments.lam, INFLATION_WIDTH)
     excess = torch.where(model > 0, robust / model.clamp_min(1e-300), torch.ones_like(model))
     variance = model * (weights @ excess).clamp_min(1.0)
     sd = torch.where(variance > 0, variance, torch.ones_like(variance)).sqrt().T  # absent slopes are zero
-    columns = torch.full((bands,), float(channels), dtype=torch.float64)
-    influence = [part / sd[k][None, :, None] * folds**0.5 for k, part in enumerate(influence)]
-    effective = torch.tensor([effective_columns(part) for part in influence], dtype=torch.float64)
+    influence = slope.influence / sd.T[:, None, :] * folds**0.5  # (F, L, C, bands)
     gram = torch.einsum("lcb,mcb->blm", slope.value, slope.value)
-    return shrinker(gram, sd, noise_correlation(influence), columns, effective, moments.lam)
+    return shrinker(gram, sd, [*influence.unbind(-1)], moments.lam)
 
 
 def _mean_operator(mean: Mean, centred: Centred) -> Tensor:
@@ -292,6 +259,4 @@ def _mean_operator(mean: Mean, centred: Centred) -> Tensor:
     by_band = [deviations[..., index].flatten(2) for index in members]
     values = [mean.value[..., index].flatten(1) for index in members]  # (L, C * size)
     gram = torch.stack([value @ value.T for value in values])
-    columns = torch.tensor([value.shape[1] for value in values], dtype=torch.float64)
-    effective = torch.tensor([effective_columns(part) for part in by_band], dtype=torch.float64)
-    return shrinker(gram, sd.T, noise_correlation(by_band), columns, effective, moments.lam)
+    return shrinker(gram, sd.T, by_band, moments.lam)

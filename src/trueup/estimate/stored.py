@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,18 +11,24 @@ from torch import Tensor
 
 from trueup.bands import Bands
 from trueup.calibration.artifact import check_provenance
-from trueup.errors import ArtifactError, TrueupError
-from trueup.files import line
+from trueup.calibration.stored import Bounds, check_tensors, part, sample_shape, whole
+from trueup.errors import ArtifactError
 from trueup.process import from_settings
 
 KIND = "moments"
-PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))  # of residual, departure and u
+VECTORS = ("residual", "departure", "u")
+PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))  # of these
 SUMS = ("rows", "squares", "first", "second", "data_rows", "data_first", "data_second")
 LEVELS = ("t", "lam", "alpha", "sigma")
 _AGREE = 1e-3  # of the size of what is compared
 _ROUNDING = 1e-5  # products are summed from float32
-_TENSORS = (*LEVELS, *SUMS, "indices", "digests")
-_NONSENSE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def dimensions(shape: Sequence[int], levels: int, bands: Bands) -> dict[str, tuple[int, ...]]:
+    """Of each of SUMS, after class and fold."""
+    of_map, of_bands = (shape[0], math.prod(shape[1:])), (shape[0], bands.count)
+    by_level = [(levels,), (levels,), (levels, 3, *of_map), (levels, len(PAIRS), *of_bands)]
+    return dict(zip(SUMS, [*by_level, (), of_map, of_bands], strict=True))
 
 
 def pack(moments: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -36,67 +42,47 @@ def pack(moments: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "skipped": list(moments.skipped),
         "provenance": moments.provenance,
     }
-    return meta, {name: getattr(moments, name).cpu() for name in _TENSORS}
+    return meta, {name: getattr(moments, name).cpu() for name in (*LEVELS, *SUMS, "indices", "digests")}
 
 
 def unpack(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The fields of moments; what is damaged or makes no sense raises ArtifactError with the reason."""
-    try:
-        return _fields(meta, tensors)
-    except ArtifactError:
-        raise
-    except (TrueupError, *_NONSENSE) as error:
-        raise ArtifactError(f"damaged: {line(error)}") from None
-
-
-def _fields(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Every number has a range, and what is out of it is named."""
-    shape, classes = tuple(meta["shape"]), tuple(meta["classes"])
-    if len(shape) < 2 or not all(type(n) is int and 0 < n < 2**20 for n in shape):
-        raise ArtifactError("its sample shape makes no sense")
+    """The fields of moments: every number has a range, and what is out of it is named."""
+    shape, classes, provenance = sample_shape(meta), tuple(meta["classes"]), part(meta, "provenance", dict)
     if not all(type(y) is int and abs(y) < 2**63 for y in classes) or len(set(classes)) != len(classes):
         raise ArtifactError("its classes make no sense")
-    if set(tensors) != set(_TENSORS):
-        raise ArtifactError("its tensors are not those of moments")
-    for name, tensor in tensors.items():
-        whole = name in ("indices", "digests")
-        if tensor.dtype != (torch.int64 if whole else torch.float64):
-            raise ArtifactError(f"{name} is {tensor.dtype}")
-        if not whole and not torch.isfinite(tensor).all():
-            raise ArtifactError(f"{name} holds values that are not finite")
-    groups, folds, levels = max(len(classes), 1), tensors["data_rows"].shape[-1], tensors["t"].numel()
-    channels, size = shape[0], math.prod(shape[1:])
-    if not levels or not folds or tensors["first"].shape[-1] != size:
+    t, first, data_rows, indices = (part(tensors, n, Tensor) for n in ("t", "first", "data_rows", "indices"))
+    cells, levels, count = (max(len(classes), 1), data_rows.shape[-1]), t.numel(), indices.numel()
+    # Before anything is built: what is in the file bounds what we allocate.
+    if not levels or not cells[1] or first.shape[-1] != math.prod(shape[1:]):
         raise ArtifactError("its sums do not belong to its sample shape")
     bands = Bands(shape[1:], meta["band_edges"])
-    cells = (groups, folds)
-    expected = {
-        **dict.fromkeys(LEVELS, (levels,)),
-        "rows": (*cells, levels),
-        "squares": (*cells, levels),
-        "first": (*cells, levels, 3, channels, size),
-        "second": (*cells, levels, len(PAIRS), channels, bands.count),
-        "data_rows": cells,
-        "data_first": (*cells, channels, size),
-        "data_second": (*cells, channels, bands.count),
-        "indices": (tensors["indices"].numel(),),
-        "digests": (tensors["indices"].numel(),),
-    }
-    for name, dims in expected.items():
-        if tuple(tensors[name].shape) != dims:
-            raise ArtifactError(f"{name} has the shape {tuple(tensors[name].shape)}, expected {dims}")
-    _check_levels(meta["provenance"], tensors)
+    bounds = {n: Bounds((*cells, *size)) for n, size in dimensions(shape, levels, bands).items()}
+    for name in ("rows", "squares", "data_rows"):
+        bounds[name] = bounds[name]._replace(low=0.0, high=2.0**53)  # nobody counts further
+    bounds["data_second"] = bounds["data_second"]._replace(low=0.0)
+    bounds |= dict.fromkeys(LEVELS, Bounds((levels,)))
+    bounds |= dict.fromkeys(("indices", "digests"), Bounds((count,), dtype=torch.int64))
+    check_tensors(tensors, bounds)
+    _check_levels(provenance, tensors)
     _check_sums(bands, tensors)
     _check_data(tensors)
-    _check_samples(meta, tensors)
+    mean_only, data_digest = whole(meta, "mean_only", 0, count), int(meta["data_digest"], 16)
+    if len(indices.unique()) != count:
+        raise ArtifactError("indices: a sample is in it twice")
+    if count and float(data_rows.sum()) > count * (1 + 1e-9):
+        raise ArtifactError(f"data_rows counts more samples than the {count} it names")
+    if count and data_digest != sum(tensors["digests"].tolist()) & ((1 << 64) - 1):
+        raise ArtifactError("data_digest is not that of its digests")
+    if not 0 <= data_digest < 1 << 64:
+        raise ArtifactError("data_digest makes no sense")
     return {
         "shape": shape,
         "bands": bands,
         "classes": classes,
-        "mean_only": meta["mean_only"],
-        "data_digest": int(meta["data_digest"], 16),
+        "mean_only": mean_only,
+        "data_digest": data_digest,
         "skipped": [str(reason) for reason in meta["skipped"]],
-        "provenance": dict(meta["provenance"]),
+        "provenance": dict(provenance),
         **tensors,
     }
 
@@ -104,7 +90,7 @@ def _fields(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str,
 def _check_levels(provenance: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     check_provenance(provenance)
     process, t = from_settings(provenance["process"]), tensors["t"]
-    if len(t) > 1 and not (t.diff() > 0).all():
+    if not (t.diff() > 0).all():
         raise ArtifactError("t: its noise levels are out of order")
     for name in ("lam", "alpha", "sigma"):
         if not torch.allclose(getattr(process, name)(t), tensors[name], rtol=1e-9, atol=1e-12):
@@ -113,29 +99,20 @@ def _check_levels(provenance: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
 
 def _check_sums(bands: Bands, tensors: Mapping[str, Tensor]) -> None:
     """Sums of squares are not negative, and no product is larger than its factors allow (Cauchy-Schwarz)."""
-    rows, squares, data_rows = tensors["rows"], tensors["squares"], tensors["data_rows"]
-    for name in ("rows", "squares", "data_rows", "data_second"):
-        if (tensors[name] < 0).any():
-            raise ArtifactError(f"{name} is negative")
-    if (rows > 2.0**53).any() or (data_rows > 2.0**53).any():
-        raise ArtifactError("rows: nobody counts that far")
+    rows, squares = tensors["rows"], tensors["squares"]
     if (squares > rows * (1 + 1e-9)).any() or ((squares > 0) != (rows > 0)).any():
         raise ArtifactError("squares are not those of weights between 0 and 1")
-    second = tensors["second"].movedim(3, 0)  # (6, G, F, L, C, bands)
-    power = {i: second[PAIRS.index((i, i))] for i in range(3)}
-    names = ("residual", "departure", "u")
-    for (i, j), product in zip(PAIRS, second, strict=True):
-        if i == j and (product < 0).any():
-            raise ArtifactError(f"second: the sum of {names[i]}^2 is negative")
-    for (i, j), product in zip(PAIRS, second, strict=True):
-        if i != j and _above(product.square(), power[i] * power[j]):
-            raise ArtifactError(
-                f"second: the sum of {names[i]} {names[j]} is larger than their squares allow"
-            )
-    for i, first in enumerate(tensors["first"].movedim(3, 0)):
-        if _above(bands.sum(first.square()), rows[..., None, None] * power[i]):
-            raise ArtifactError(f"first: the sum of {names[i]} is larger than its squares allow")
-    if _above(bands.sum(tensors["data_first"].square()), data_rows[..., None, None] * tensors["data_second"]):
+    products = dict(zip(PAIRS, tensors["second"].movedim(3, 0), strict=True))  # of (G, F, L, C, bands)
+    for i, name in enumerate(VECTORS):
+        if (products[i, i] < 0).any():
+            raise ArtifactError(f"second: the sum of {name}^2 is negative")
+        if _above(bands.sum(tensors["first"][:, :, :, i].square()), rows[..., None, None] * products[i, i]):
+            raise ArtifactError(f"first: the sum of {name} is larger than its squares allow")
+    for (i, j), product in products.items():
+        if _above(product.square(), products[i, i] * products[j, j]):
+            raise ArtifactError(f"second: the sum of {VECTORS[i]} {VECTORS[j]} is larger than squares allow")
+    most = tensors["data_rows"][..., None, None] * tensors["data_second"]
+    if _above(bands.sum(tensors["data_first"].square()), most):
         raise ArtifactError("data_first is larger than data_second allows")
 
 
@@ -147,13 +124,11 @@ def _check_data(tensors: Mapping[str, Tensor]) -> None:
     one = torch.ones_like(alpha)
     weights = torch.stack([one, -one, alpha**2 / (alpha**2 + sigma**2)])  # of residual, departure and u
     ratio, wide = (alpha / sigma)[:, None, None], weights[..., None, None]  # (L, 1, 1), (3, L, 1, 1)
-    first = tensors["first"].movedim(3, 0)  # (3, G, F, L, C, K)
-    second = dict(zip(PAIRS, tensors["second"].movedim(3, 0), strict=True))
-    parts = [wide[i] * wide[j] * second[i, j] * (1 if i == j else 2) for i, j in PAIRS]
-    for name, terms, data in (
-        ("first", [wide[i] * first[i] for i in range(3)], ratio * tensors["data_first"][:, :, None]),
-        ("second", parts, ratio**2 * tensors["data_second"][:, :, None]),
-    ):
+    second = zip(PAIRS, tensors["second"].movedim(3, 0), strict=True)
+    parts = [wide[i] * wide[j] * product * (1 if i == j else 2) for (i, j), product in second]
+    vectors = [wide[i] * vector for i, vector in enumerate(tensors["first"].movedim(3, 0))]
+    for name, terms, factor in (("first", vectors, ratio), ("second", parts, ratio**2)):
+        data = factor * tensors[f"data_{name}"][:, :, None]
         size = sum(term.abs() for term in terms) + data.abs()
         if ((sum(terms) - data).abs() > _AGREE * (size + size.mean())).any():
             raise ArtifactError(f"{name} is not of the samples that data_{name} is of")
@@ -162,18 +137,3 @@ def _check_data(tensors: Mapping[str, Tensor]) -> None:
 def _above(value: Tensor, most: Tensor) -> bool:
     """Whether anything is larger than it can be, rounding aside."""
     return bool((value > most * (1 + _ROUNDING) + 1e-30).any())
-
-
-def _check_samples(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    indices, digests = tensors["indices"], tensors["digests"]
-    count, mean_only = len(indices), meta["mean_only"]
-    if type(mean_only) is not int or not 0 <= mean_only <= count:
-        raise ArtifactError(f"mean_only is {mean_only!r} of {count} samples")
-    if len(indices.unique()) != count:
-        raise ArtifactError("indices: a sample is in it twice")
-    if count and float(tensors["data_rows"].sum()) > count * (1 + 1e-9):
-        raise ArtifactError(f"data_rows counts more samples than the {count} it names")
-    if count and int(meta["data_digest"], 16) != sum(digests.tolist()) & ((1 << 64) - 1):
-        raise ArtifactError("data_digest is not that of its digests")
-    if not 0 <= int(meta["data_digest"], 16) < 1 << 64:
-        raise ArtifactError("data_digest makes no sense")
