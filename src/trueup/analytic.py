@@ -18,7 +18,39 @@ from trueup.process import NoiseProcess
 Distortion = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class GaussianMixture:
+class _Ideal:
+    """Data whose ideal denoiser is known: `given` says E[x0 | x_t] and E[eps | x_t]."""
+
+    given: Callable[..., tuple[Tensor, Tensor]]
+    shape: tuple[int, ...]
+    conditional = False
+    data_range: tuple[float, float] | None = None
+
+    def denoiser(
+        self,
+        process: NoiseProcess,
+        parametrization: Parametrization | str = "noise",
+        distortion: Distortion | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Denoiser:
+        """The ideal network, or one that errs by `distortion(eps, u, lam)` in eps space."""
+        kind = Parametrization(parametrization) if isinstance(parametrization, str) else parametrization
+
+        def network(x_t: Tensor, t: Tensor, *y: Tensor) -> Tensor:
+            times = t.to(torch.float64)
+            x0, eps = self.given(x_t, process.alpha(times), process.sigma(times), *y)
+            alpha, sigma = process.scales(times, x_t)
+            if distortion is None:
+                return kind.target(x0, eps, alpha, sigma)
+            lam = process.lam(times).reshape(-1, *[1] * (x_t.ndim - 1)).to(x_t)
+            eps = eps + distortion(eps, x_t / sigma, lam)
+            return kind.from_eps(eps, x_t, alpha, sigma)
+
+        how: dict[str, Any] = {"data_range": self.data_range, "conditional": self.conditional, "dtype": dtype}
+        return Denoiser(network, process, kind, self.shape, **how, description="an exact denoiser")
+
+
+class GaussianMixture(_Ideal):
     """x0 drawn from Gaussians of standard deviation `std` around `means` (M, C, *spatial).
 
     At every noise level x_t is again a mixture, so E[eps | x_t] is exact:
@@ -82,18 +114,8 @@ class GaussianMixture:
         constant = 0.5 * offset.shape[2] * torch.log(2 * math.pi * variance)
         return torch.logsumexp(self.weights.to(x_t).log() - 0.5 * distance, 1) - constant
 
-    def denoiser(
-        self,
-        process: NoiseProcess,
-        parametrization: Parametrization | str = "noise",
-        distortion: Distortion | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Denoiser:
-        """The ideal network, or one that errs by `distortion(eps, u, lam)` in eps space."""
-        return _denoiser(self, process, parametrization, distortion, dtype)
 
-
-class KernelDensity:
+class KernelDensity(_Ideal):
     """The ideal network of a finite data set: what perfect training on it would give (paper, section 3.4).
 
     x0 is drawn from `samples` (N, C, *spatial), each as likely as another. Its error has mean zero over these
@@ -107,6 +129,8 @@ class KernelDensity:
     0.9445
     """
 
+    data_range = (-1.0, 1.0)
+
     def __init__(self, samples: Tensor, labels: Tensor | None = None):
         if samples.ndim < 3 or not len(samples):
             raise TrueupError(f"samples are (count, channels, *spatial), not {tuple(samples.shape)}")
@@ -114,7 +138,7 @@ class KernelDensity:
             raise TrueupError(f"there are {len(samples)} samples and {len(labels)} labels")
         self.samples, self.labels = samples, labels
         self._flat: Tensor | None = None  # float64, where it is used
-        self.shape = tuple(samples.shape[1:])
+        self.shape, self.conditional = tuple(samples.shape[1:]), labels is not None
 
     @classmethod
     def of(
@@ -126,10 +150,8 @@ class KernelDensity:
         if not batches:
             raise TrueupError(f"{read.name} holds no samples")
         labels = [batch.y for batch in batches if batch.y is not None]
-        return cls(
-            torch.cat([batch.x0 for batch in batches]),
-            torch.cat(labels) if len(labels) == len(batches) else None,
-        )
+        x0 = torch.cat([batch.x0 for batch in batches])
+        return cls(x0, torch.cat(labels) if len(labels) == len(batches) else None)
 
     def sample(self, count: int, seed: int = 0) -> Tensor:
         """Draws of x0, (count, C, *spatial)."""
@@ -171,50 +193,3 @@ class KernelDensity:
             with torch.inference_mode(False):
                 self._flat = self.samples.flatten(1).to(device, torch.float64)
         return self._flat
-
-    def denoiser(
-        self,
-        process: NoiseProcess,
-        parametrization: Parametrization | str = "noise",
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        data_range: tuple[float, float] | None = (-1.0, 1.0),
-    ) -> Denoiser:
-        """As a network: calibrate, sample, evaluate or measure its likelihood like any other."""
-        conditional = self.labels is not None
-        return _denoiser(self, process, parametrization, None, dtype, device, data_range, conditional)
-
-
-def _denoiser(
-    ideal: GaussianMixture | KernelDensity,
-    process: NoiseProcess,
-    parametrization: Parametrization | str,
-    distortion: Distortion | None,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None = None,
-    data_range: tuple[float, float] | None = None,
-    conditional: bool = False,
-) -> Denoiser:
-    kind = Parametrization(parametrization) if isinstance(parametrization, str) else parametrization
-
-    def network(x_t: Tensor, t: Tensor, *y: Tensor) -> Tensor:
-        times = t.to(torch.float64)
-        x0, eps = ideal.given(x_t, process.alpha(times), process.sigma(times), *y)
-        alpha, sigma = process.scales(times, x_t)
-        if distortion is None:
-            return kind.target(x0, eps, alpha, sigma)
-        lam = process.lam(times).reshape(-1, *[1] * (x_t.ndim - 1)).to(x_t)
-        eps = eps + distortion(eps, x_t / sigma, lam)
-        return kind.from_eps(eps, x_t, alpha, sigma)
-
-    return Denoiser(
-        network,
-        process,
-        kind,
-        ideal.shape,
-        data_range=data_range,
-        conditional=conditional,
-        device=device,
-        dtype=dtype,
-        description="an exact denoiser",
-    )

@@ -6,21 +6,14 @@ from trueup.metrics.measures import MEASURES, Measure, measure, measures
 from trueup.metrics.reference import Reference
 
 # Importing a measure registers it: in the order in which tables show them.
-# isort: split
+# isort: off
 from trueup.metrics.frechet import frechet, frechet_distance
-
-# isort: split
 from trueup.metrics.kernel import kernel_distance
-
-# isort: split
 from trueup.metrics.score import inception_score
-
-# isort: split
 from trueup.metrics.manifold import precision, recall
-
-# isort: split
 from trueup.metrics.colour import wasserstein
 from trueup.metrics.loading import load_features
+# isort: on
 
 __all__ = [
     "MEASURES",
