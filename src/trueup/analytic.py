@@ -32,6 +32,7 @@ class _Ideal:
         parametrization: Parametrization | str = "noise",
         distortion: Distortion | None = None,
         dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ) -> Denoiser:
         """The ideal network, or one that errs by `distortion(eps, u, lam)` in eps space."""
         kind = Parametrization(parametrization) if isinstance(parametrization, str) else parametrization
@@ -46,8 +47,9 @@ class _Ideal:
             eps = eps + distortion(eps, x_t / sigma, lam)
             return kind.from_eps(eps, x_t, alpha, sigma)
 
-        how: dict[str, Any] = {"data_range": self.data_range, "conditional": self.conditional, "dtype": dtype}
-        return Denoiser(network, process, kind, self.shape, **how, description="an exact denoiser")
+        how: dict[str, Any] = {"data_range": self.data_range, "conditional": self.conditional}
+        how |= {"device": device, "dtype": dtype, "description": "an exact denoiser"}
+        return Denoiser(network, process, kind, self.shape, **how)
 
 
 class GaussianMixture(_Ideal):
@@ -129,7 +131,7 @@ class KernelDensity(_Ideal):
     0.9445
     """
 
-    data_range = (-1.0, 1.0)
+    data_range: tuple[float, float] | None = (-1.0, 1.0)
 
     def __init__(self, samples: Tensor, labels: Tensor | None = None):
         if samples.ndim < 3 or not len(samples):
@@ -151,7 +153,9 @@ class KernelDensity(_Ideal):
             raise TrueupError(f"{read.name} holds no samples")
         labels = [batch.y for batch in batches if batch.y is not None]
         x0 = torch.cat([batch.x0 for batch in batches])
-        return cls(x0, torch.cat(labels) if len(labels) == len(batches) else None)
+        found = cls(x0, torch.cat(labels) if len(labels) == len(batches) else None)
+        found.data_range = model_range
+        return found
 
     def sample(self, count: int, seed: int = 0) -> Tensor:
         """Draws of x0, (count, C, *spatial)."""
