@@ -19,16 +19,9 @@ from trueup.density import Objectives, objectives
 from trueup.errors import TrueupError
 from trueup.hf import as_denoiser
 from trueup.images import Images, Samples, as_images
-from trueup.metrics import (
-    MEASURES,
-    FeatureBatch,
-    Features,
-    ModuleFeatures,
-    Reference,
-    load_features,
-    measures,
-)
+from trueup.metrics import MEASURES, FeatureBatch, Features, ModuleFeatures, Reference, load_features
 from trueup.metrics.features import look_at
+from trueup.metrics.measures import measures
 from trueup.progress import Progress
 from trueup.sampling import Solver, as_solver, pictures, sample_batches
 from trueup.sampling.draw import check_labels, count_evaluations, find_trajectory, without_trajectory

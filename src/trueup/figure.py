@@ -58,11 +58,11 @@ def draw(calibrations: Mapping[str, Calibration] | Calibration, path: str | Path
     """Draw the figure to a .png, .svg or .pdf file, one column per calibration."""
     path = Path(path)
     Figure = check_figure(path)
-    one = isinstance(calibrations, Calibration)
-    named = {str(calibrations.provenance.get("model", "")): calibrations} if one else dict(calibrations)
-    figure = Figure(figsize=(4.2 * len(named), 7.2), layout="constrained")
-    axes = figure.subplots(3, len(named), squeeze=False)
-    for column, (name, calibration) in enumerate(named.items()):
+    if isinstance(calibrations, Calibration):
+        calibrations = {str(calibrations.provenance.get("model", "")): calibrations}
+    figure = Figure(figsize=(4.2 * len(calibrations), 7.2), layout="constrained")
+    axes = figure.subplots(3, len(calibrations), squeeze=False)
+    for column, (name, calibration) in enumerate(calibrations.items()):
         found = curves(calibration)
         process, bits = calibration.process, calibration.evidence.bits_per_dim(1.0)
         value, low, high = found.area.value, found.area.low, found.area.high

@@ -60,12 +60,11 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         for row, (t, lam) in enumerate(zip(times, lams, strict=True))
     ]
     own = ("empty", "family", "estimator", "data_images", "generated")
+    made = ("model", "parametrization", "weights", "seed")
     return {
         "verdict": calibration.verdict(),
         **{name: getattr(calibration, name) for name in own},
-        **{
-            name: calibration.provenance.get(name) for name in ("model", "parametrization", "weights", "seed")
-        },
+        **{name: calibration.provenance.get(name) for name in made},
         "images": e.images,
         "shape": list(calibration.shape),
         "bound_gain": {
