@@ -21,10 +21,18 @@ Distortion = Callable[[Tensor, Tensor, Tensor], Tensor]
 class _Ideal:
     """Data whose ideal denoiser is known: `given` says E[x0 | x_t] and E[eps | x_t]."""
 
-    given: Callable[..., tuple[Tensor, Tensor]]
+    given: Callable[..., tuple[Tensor, Tensor]]  # of x_t, and one alpha and sigma per row
     shape: tuple[int, ...]
     conditional = False
     data_range: tuple[float, float] | None = None
+
+    def x0_given(self, *condition: Tensor) -> Tensor:
+        """E[x0 | x_t]."""
+        return self.given(*condition)[0]
+
+    def eps_given(self, *condition: Tensor) -> Tensor:
+        """E[eps | x_t]."""
+        return self.given(*condition)[1]
 
     def denoiser(
         self,
@@ -78,22 +86,12 @@ class GaussianMixture(_Ideal):
         noise = torch.randn(count, *self.shape, generator=generator, dtype=self.means.dtype)
         return self.means[pick] + self.std * noise
 
-    def eps_given(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """E[eps | x_t], with one alpha and sigma per row."""
-        share, offset, variance = self._posterior(x_t, alpha, sigma)
-        nearest = torch.einsum("bm,bmd->bd", share, offset)
-        return (sigma.to(x_t) / variance)[:, None].mul(nearest).reshape(x_t.shape)
-
-    def x0_given(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """E[x0 | x_t]; unlike (x_t - sigma E[eps | x_t]) / alpha it exists where nothing is left of x0."""
-        share, offset, variance = self._posterior(x_t, alpha, sigma)
-        shrink = alpha.to(x_t) * self.std**2 / variance  # (B,)
-        nearest = self.means.to(x_t).flatten(1) + shrink[:, None, None] * offset
-        return torch.einsum("bm,bmd->bd", share, nearest).reshape(x_t.shape)
-
     def given(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """E[x0 | x_t] and E[eps | x_t]."""
-        return self.x0_given(x_t, alpha, sigma), self.eps_given(x_t, alpha, sigma)
+        """E[x0 | x_t] and E[eps | x_t]; the first exists where nothing is left of x0, too."""
+        share, offset, variance = self._posterior(x_t, alpha, sigma)
+        nearest = torch.einsum("bm,bmd->bd", share, offset) / variance[:, None]
+        x0 = share @ self.means.to(x_t).flatten(1) + (alpha.to(x_t) * self.std**2)[:, None] * nearest
+        return x0.reshape(x_t.shape), (sigma.to(x_t)[:, None] * nearest).reshape(x_t.shape)
 
     def _posterior(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of every Gaussian: its share in x_t (B, M), x_t less its mean (B, M, D), their variance (B,)."""
@@ -162,35 +160,25 @@ class KernelDensity(_Ideal):
         generator = torch.Generator().manual_seed(seed)
         return self.samples[torch.randint(len(self.samples), (count,), generator=generator)]
 
-    def x0_given(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, y: Tensor | None = None) -> Tensor:
-        """E[x0 | x_t], with one alpha and sigma per row: the samples weighted by how near they are.
+    def given(
+        self, x_t: Tensor, alpha: Tensor, sigma: Tensor, y: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """E[x0 | x_t] and E[eps | x_t]: the samples weighted by how near they are.
 
         Distances are computed in float64: at low noise they are small differences of large numbers.
         """
         flat = self._on(x_t.device)  # (N, D)
-        x, a, s = (v.to(x_t.device, torch.float64) for v in (x_t.flatten(1), alpha, sigma))
+        x = x_t.flatten(1).double()
+        a, s = (v.to(x)[:, None] for v in (alpha, sigma))
         # |x - alpha x0|^2 less |x|^2, which all samples share
-        distance = (a**2)[:, None] * flat.square().sum(1) - 2 * a[:, None] * (x @ flat.T)
-        logits = -0.5 * distance / (s**2)[:, None]
+        logits = -0.5 * (a**2 * flat.square().sum(1) - 2 * a * (x @ flat.T)) / s**2
         if self.labels is not None and y is not None:
             other = self.labels.to(y)[None, :] != y[:, None]
             if bool(other.all(1).any()):
                 raise TrueupError("the data set has no sample with one of these labels")
             logits = logits.masked_fill(other, -math.inf)
-        return (logits.softmax(1) @ flat).reshape(x_t.shape).to(x_t)
-
-    def given(
-        self, x_t: Tensor, alpha: Tensor, sigma: Tensor, y: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """E[x0 | x_t] and E[eps | x_t]."""
-        wide = (-1, *[1] * (x_t.ndim - 1))
-        a, s = (v.to(x_t.device, torch.float64).reshape(wide) for v in (alpha, sigma))
-        x0 = self.x0_given(x_t.double(), alpha, sigma, y)
-        return x0.to(x_t), ((x_t.double() - a * x0) / s).to(x_t)
-
-    def eps_given(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, y: Tensor | None = None) -> Tensor:
-        """E[eps | x_t]."""
-        return self.given(x_t, alpha, sigma, y)[1]
+        x0 = logits.softmax(1) @ flat
+        return x0.reshape(x_t.shape).to(x_t), ((x - a * x0) / s).reshape(x_t.shape).to(x_t)
 
     def _on(self, device: torch.device) -> Tensor:
         if self._flat is None or self._flat.device != device:

@@ -79,7 +79,11 @@ def evaluate(
             evaluations = count_evaluations(solver, number, denoiser, classes)
             applied = find_trajectory(calibration, solver, number, guidance, trajectory)
             plan.append((solver, number, evaluations, applied))
-    extract = _features(features).to(denoiser.device)
+    if isinstance(features, str):
+        features = load_features(features)
+    elif not isinstance(features, Features):
+        features = ModuleFeatures(features, getattr(features, "__qualname__", type(features).__name__))
+    extract = features.to(denoiser.device)
     if isinstance(data, (str, PathLike)) and Path(data).suffix == ".safetensors":
         data = Reference.load(data)
     is_made = isinstance(data, Reference)
@@ -126,20 +130,15 @@ def evaluate(
     if loss and reference.images is not None:
         found = _loss(denoiser, calibration, reference.images, notes, seed=seed, progress=progress)
         spent |= {} if found is None else {"the denoising loss": found.evaluations}
+    seen_by = {name: getattr(extract, name) for name in ("name", "preprocessing", "weights", "dimensions")}
+    compared = {name: getattr(reference, name) for name in ("made_of", "fingerprint")}
     about = {name: getattr(calibration, name) for name in ("family", "estimator", "generated", "identity")}
     return Comparison(
         rows=rows,
         samples=samples,
         seed=seed,
-        features={
-            name: getattr(extract, name) for name in ("name", "preprocessing", "weights", "dimensions")
-        },
-        reference={
-            "images": reference.count,
-            "made_of": reference.made_of,
-            "fingerprint": reference.fingerprint,
-            "mean_colour": _mean_colour(reference.colours),
-        },
+        features=seen_by,
+        reference={**compared, "images": reference.count, "mean_colour": _mean_colour(reference.colours)},
         calibration={**about, "images": calibration.evidence.images, "verdict": calibration.verdict()},
         settings={"trueup": __version__, **denoiser.identity(), **conditions},
         evaluations=spent,
@@ -182,14 +181,6 @@ def build_reference(
 
     reference = Reference.build(features, batches())
     return replace(reference, fingerprint=f"{digest:016x}", made_of=of, images=images)
-
-
-def _features(features: str | Features | Callable[[Tensor], Any]) -> Features:
-    if isinstance(features, str):
-        return load_features(features)
-    if isinstance(features, Features):
-        return features
-    return ModuleFeatures(features, getattr(features, "__qualname__", type(features).__name__))
 
 
 def _draw(

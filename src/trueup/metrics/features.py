@@ -56,10 +56,9 @@ def look_at(images: Tensor, features: Features) -> FeatureBatch:
 
 def as_rgb(images: Tensor, name: str) -> Tensor:
     """uint8 images with three channels, a single one repeated; anything else raises DataError."""
-    if images.dim() != 4 or images.shape[1] not in (1, 3):
-        raise DataError(f"{name} needs images (B, C, H, W) of 1 or 3 channels, got {tuple(images.shape)}")
-    if images.dtype != torch.uint8:
-        raise DataError(f"{name} needs uint8 images, 0 to 255, got {images.dtype}")
+    if images.dim() != 4 or images.shape[1] not in (1, 3) or images.dtype != torch.uint8:
+        got = f"{images.dtype} {tuple(images.shape)}"
+        raise DataError(f"{name} needs uint8 images (B, C, H, W) of 1 or 3 channels, got {got}")
     return images.expand(-1, 3, -1, -1)
 
 

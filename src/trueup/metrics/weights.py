@@ -53,16 +53,12 @@ def _read_pth(content: bytes) -> dict[str, Tensor]:
     return tensors
 
 
-def cache_folder() -> Path:
-    """Where downloads are kept: $TRUEUP_CACHE, or ~/.cache/trueup."""
-    return Path(os.environ.get("TRUEUP_CACHE") or Path.home() / ".cache" / "trueup")
-
-
 def find_or_download(url: str, sha256: str, weights: str | PathLike[str] | None = None) -> Path:
-    """`weights` if given, else the file of that URL in the cache, downloaded on first use."""
+    """`weights`, or the file of that URL in $TRUEUP_CACHE or ~/.cache/trueup, downloaded on first use."""
     if weights is not None:
         return Path(weights)
-    path = cache_folder() / url.rsplit("/", 1)[-1]
+    folder = Path(os.environ.get("TRUEUP_CACHE") or Path.home() / ".cache" / "trueup")
+    path = folder / url.rsplit("/", 1)[-1]
     if path.exists():
         return path
     content = bytearray()
