@@ -88,18 +88,19 @@ class GaussianMixture(_Ideal):
 
     def given(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """E[x0 | x_t] and E[eps | x_t]; the first exists where nothing is left of x0, too."""
-        share, offset, variance = self._posterior(x_t, alpha, sigma)
+        logits, offset, variance = self._posterior(x_t, alpha, sigma)
+        share = logits.softmax(1)  # (B, M)
         nearest = torch.einsum("bm,bmd->bd", share, offset) / variance[:, None]
         x0 = share @ self.means.to(x_t).flatten(1) + (alpha.to(x_t) * self.std**2)[:, None] * nearest
         return x0.reshape(x_t.shape), (sigma.to(x_t)[:, None] * nearest).reshape(x_t.shape)
 
     def _posterior(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of every Gaussian: its share in x_t (B, M), x_t less its mean (B, M, D), their variance (B,)."""
+        """Of every Gaussian: its share of x_t as a logit (B, M), x_t less its mean (B, M, D), variance."""
         means = self.means.to(x_t).flatten(1)  # (M, D)
         variance = (alpha**2 * self.std**2 + sigma**2).to(x_t)
         offset = x_t.flatten(1)[:, None, :] - alpha.to(x_t)[:, None, None] * means
         logits = self.weights.to(x_t).log() - 0.5 * offset.square().sum(2) / variance[:, None]
-        return logits.softmax(1), offset, variance
+        return logits, offset, variance
 
     def log_density(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
         """log q(x_t) in nats, (B,); with alpha = 1 and sigma = 0 that of the data.
@@ -109,10 +110,8 @@ class GaussianMixture(_Ideal):
         >>> round(float(at_zero), 6)  # -2 log(2 pi)
         -3.675754
         """
-        _, offset, variance = self._posterior(x_t, alpha, sigma)
-        distance = offset.square().sum(2) / variance[:, None]
-        constant = 0.5 * offset.shape[2] * torch.log(2 * math.pi * variance)
-        return torch.logsumexp(self.weights.to(x_t).log() - 0.5 * distance, 1) - constant
+        logits, offset, variance = self._posterior(x_t, alpha, sigma)
+        return logits.logsumexp(1) - 0.5 * offset.shape[2] * torch.log(2 * math.pi * variance)
 
 
 class KernelDensity(_Ideal):

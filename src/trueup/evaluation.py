@@ -13,9 +13,10 @@ from torch import Tensor
 
 from trueup import __version__
 from trueup.calibration import Attachment, Calibration, Trajectory, as_calibration
-from trueup.comparison import SIDES, Change, Comparison, Row
+from trueup.comparison import Change, Comparison, Row
 from trueup.denoiser import Denoiser
 from trueup.density import Objectives, objectives
+from trueup.density.opening import SIDES
 from trueup.errors import TrueupError
 from trueup.hf import as_denoiser
 from trueup.images import Images, Samples, as_images

@@ -164,13 +164,12 @@ class Bound:
 
 def step_times(process: NoiseProcess, steps: int) -> Tensor:
     """The times of a chain of so many steps, rising: whole and evenly spaced, or even in lam."""
+    most = int(process.t_max - process.t_min) + 1 if process.integer_times else math.inf
+    if not 2 <= steps <= most:
+        known = f"2 to {most}" if process.integer_times else "at least 2"
+        raise TrueupError(f"a bound of T steps of this model has {known} of them, not {steps}")
     if process.integer_times:
-        most = int(process.t_max - process.t_min) + 1
-        if not 2 <= steps <= most:
-            raise TrueupError(f"a bound of T steps of this model has 2 to {most} of them, not {steps}")
         return torch.linspace(process.t_min, process.t_max, steps, dtype=torch.float64).round()
-    if steps < 2:
-        raise TrueupError(f"a bound of T steps has at least 2 of them, not {steps}")
     top, bottom = (float(process.lam(t)) for t in (process.t_min, process.t_max))
     times = process.t_of_lam(torch.linspace(top, bottom, steps, dtype=torch.float64))
     return times.clamp(process.t_min, process.t_max)

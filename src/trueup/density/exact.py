@@ -54,20 +54,17 @@ class Exact:
         probes = f"{self.divergence.probes} {kind} probe{'s' * (self.divergence.probes > 1)}"
         trace = "exact trace" if kind == "exact" else f"Hutchinson's trace with {probes}"
         at = "the image itself" if self.start == "data" else "the image with that level's noise"
-        return (
-            f"probability flow, Dormand-Prince 5(4), tolerance {self.tolerance:g}; {trace}; from "
-            f"t = {process.t_min:.4g} at {at} to {process.t_max:.4g}"
-        )
+        way = f"from t = {process.t_min:.4g} at {at} to {process.t_max:.4g}"
+        return f"probability flow, Dormand-Prince 5(4), tolerance {self.tolerance:g}; {trace}; {way}"
 
     def __call__(self, batch: Batch, eight_bit: bool, advance: Callable[[Tensor], None]) -> dict[str, Tensor]:
         """Negative log-likelihoods in nats, (B,), under the network as it is now, and what they cost."""
-        denoiser = self.denoiser
-        on = batch.to(denoiser.device)
+        denoiser, on = self.denoiser, batch.to(self.denoiser.device)
         if denoiser.takes_whole_times_only(on.y):
-            raise ModelError(
-                "the probability flow needs times between the timesteps, and this network knows whole ones "
-                "only: use the bound"
+            problem = (
+                "the probability flow needs times between the timesteps, and this network knows whole ones"
             )
+            raise ModelError(f"{problem} only: use the bound")
         probes = self.divergence.vectors(batch.index, denoiser.shape, denoiser.device)
         y, constant = self._start(on, eight_bit)
         try:
@@ -81,9 +78,9 @@ class Exact:
             if math.isnan(best):
                 raise ModelError(f"the network returned values that are not finite {where}") from None
             advice = f"ask for {best:.1g} or more" if best < 0.1 else "use the bound"
+            reached = f"{where} the best reached in steps worth taking is {best:.1g}"
             raise ModelError(
-                f"a tolerance of {self.tolerance:g} cannot be met: {where} the best reached in steps worth "
-                f"taking is {best:.1g}: {advice}"
+                f"a tolerance of {self.tolerance:g} cannot be met: {reached}: {advice}"
             ) from None
         made = made + float(eight_bit and self.start == "noise")  # the decoder's
         found = {"total": constant - log_density + decoded, "bias": bias, "evaluations": made}

@@ -139,9 +139,7 @@ class Likelihood:
 
 
 def _fixed(number: Number) -> str:
-    if math.isnan(number.low):
-        return f"{number.value:.4f}"
-    return f"{number.value:.4f} ± {number.reach:.2g}"
+    return f"{number.value:.4f}" + ("" if math.isnan(number.low) else f" ± {number.reach:.2g}")
 
 
 def _number(value: float) -> float | None:

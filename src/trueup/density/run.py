@@ -69,10 +69,9 @@ def likelihood(
     sides = Sides(model, calibration)
     denoiser = sides.denoiser
     how: Bound | Exact
-    options: dict[str, Any]
     if method == "bound":
         how = Bound(denoiser, steps, variance or _variance(denoiser, steps), draws, importance, seed)
-        options = {"steps": steps, "draws": draws, "importance": importance}
+        options: dict[str, Any] = {"steps": steps, "draws": draws, "importance": importance}
     else:
         how = Exact(denoiser, Divergence(trace, probes, seed), tolerance, start, seed)
         options = {"tolerance": tolerance, "trace": trace, "probes": probes, "start": start}
@@ -136,9 +135,8 @@ def _variance(denoiser: Denoiser, steps: int | None) -> str:
     named = str((denoiser.scheduler_config or {}).get("variance_type") or "fixed_small")
     found = named.removeprefix("fixed_").removesuffix("_log")
     if found not in VARIANCES:
-        raise ModelError(
-            f"reverse variances of type {named!r} are not known", "pass {}", Argument("variance", "small")
-        )
+        problem = f"reverse variances of type {named!r} are not known"
+        raise ModelError(problem, "pass {}", Argument("variance", "small"))
     return found
 
 
@@ -152,11 +150,9 @@ def _collect(sides: Sides, how: Bound | Exact, kept: Kept | None, progress: bool
     fitting: int | None = at_once
     size = at_once if samples.indexed else max(at_once, _LOOKED_AT)  # a stream's first must be at hand
     with Progress(expected, "likelihood", unit="image", done=done, show=progress) as bar:
-        if samples.indexed:
-            how.prepare(_to_look_at(sides), sides.calibration)
         for batch in sides.batches(size):
-            if seen == 0 and not samples.indexed:
-                how.prepare(batch.x0[:_LOOKED_AT], sides.calibration)
+            if seen == 0:
+                how.prepare(_to_look_at(sides, batch), sides.calibration)
             skip = min(max(0, done - seen), len(batch))
             if kept is not None and skip:
                 _check_same(kept.tensors(seen + skip)["digest"][seen:], batch, samples.name, kept)
@@ -199,15 +195,14 @@ def _measure(
     return found
 
 
-def _to_look_at(sides: Sides) -> Tensor:
-    """The first images, as many whatever is asked for."""
+def _to_look_at(sides: Sides, batch: Batch) -> Tensor:
+    """The first images, as many whatever is asked for; of a stream those of its first batch."""
     images = sides.samples.images
-    images = images if images.count is None else replace(images, count=_LOOKED_AT)
-    batches = open_images(images, sides.denoiser, exact=True).batches(_LOOKED_AT, without=sides.without)
-    batch = next(batches, None)
-    if batch is None:
-        raise DataError(f"{sides.samples.name} holds no samples that can be used")
-    return batch.x0
+    if sides.samples.indexed:
+        images = images if images.count is None else replace(images, count=_LOOKED_AT)
+        first = open_images(images, sides.denoiser, exact=True).batches(_LOOKED_AT, without=sides.without)
+        batch = next(first, batch)
+    return batch.x0[:_LOOKED_AT]
 
 
 def _digests(batch: Batch) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from trueup.calibration import Calibration
 from trueup.calibration.correction import interpolation_weights
 from trueup.denoiser import Denoiser
-from trueup.density.opening import Sides
+from trueup.density.opening import SIDES, Sides
 from trueup.errors import ModelError, TrueupError
 from trueup.estimate.measuring import check_levels
 from trueup.images import Batch
@@ -60,11 +60,8 @@ def weights(weighting: Weighting, process: NoiseProcess, t: Tensor) -> Tensor:
 
 
 WEIGHTINGS = ("g2", "uniform", "snr", "min-snr")
-_DIFFERENCES = {
-    "drop": ("before", "after"),
-    "sm_drop": ("sm_before", "sm_after"),
-    "missed": ("drop", "predicted"),  # by theory
-}
+# What theory missed is the drop less what it predicted.
+_DIFFERENCES = {"drop": SIDES, "sm_drop": ("sm_before", "sm_after"), "missed": ("drop", "predicted")}
 
 
 @dataclass
@@ -117,10 +114,9 @@ class Objectives:
         if self.after is None:
             return None
         drop, predicted, missed = (self.total("g2", name) for name in ("drop", "predicted", "missed"))
-        apart = missed.low > 0 or missed.high < 0
         name = "equation 9" if self.family == "shift" else "explained variance"
         words = f"drop measured {drop} nats, predicted by {name} {predicted}"
-        if not apart:
+        if missed.sign == 0:
             return f"{words}: they agree"
         if self.family != "shift" and missed.value > 0:
             return f"{words}: the correction is smaller than would be best by {missed}"
@@ -156,13 +152,8 @@ class Objectives:
             levels.append({"t": float(t), "lam": float(lam[i]), **numbers})
         totals = {w: {n: self.total(w, n).as_json() for n in shown} for w in WEIGHTINGS}
         plain = {n: getattr(self, n) for n in ("held_out", "dimensions", "evaluations", "notes")}
-        return {
-            "images": len(self.before),
-            **plain,
-            "levels": levels,
-            "totals": totals,
-            "check": self.check(),
-        }
+        plain |= {"images": len(self.before), "check": self.check()}
+        return {**plain, "levels": levels, "totals": totals}
 
 
 def _cells(cells: Sequence[str]) -> str:
@@ -192,9 +183,8 @@ def objectives(
     if truth is not None and not process.agrees_with(truth.process):
         raise ModelError("the truth is a denoiser of another noise process than the model's")
     expected, each = sides.open(data, IMAGES).expected(), len(t) * len(sides.names)
-    total = None if expected is None else expected * each
     parts: list[dict[str, Tensor]] = []
-    bar = Progress(total, "denoising loss", show=progress)
+    bar = Progress(None if expected is None else expected * each, "denoising loss", show=progress)
     with sides.attached, denoiser.evaluating(), torch.inference_mode(), bar:
         for batch in sides.batches(denoiser.batch_size, unique=True):
             on = batch.to(denoiser.device)

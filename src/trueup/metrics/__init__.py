@@ -15,24 +15,7 @@ from trueup.metrics.colour import wasserstein
 from trueup.metrics.loading import load_features
 # isort: on
 
-__all__ = [
-    "MEASURES",
-    "FeatureBatch",
-    "Features",
-    "GaussianStatistics",
-    "Measure",
-    "ModuleFeatures",
-    "Pixels",
-    "Reference",
-    "colours",
-    "frechet",
-    "frechet_distance",
-    "inception_score",
-    "kernel_distance",
-    "load_features",
-    "measure",
-    "measures",
-    "precision",
-    "recall",
-    "wasserstein",
-]
+__all__ = ["FeatureBatch", "Features", "ModuleFeatures", "Pixels", "colours", "load_features"]
+__all__ += ["MEASURES", "GaussianStatistics", "Measure", "Reference", "measure", "measures"]
+__all__ += ["frechet", "frechet_distance", "inception_score", "kernel_distance"]
+__all__ += ["precision", "recall", "wasserstein"]

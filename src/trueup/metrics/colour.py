@@ -40,8 +40,8 @@ def wasserstein(generated: Tensor, reference: Tensor) -> Number:
     check_pair(reference, generated, 1, "a distance needs images")
     pairs = zip(generated.double().T.contiguous(), reference.double().T.contiguous(), strict=True)
     columns = [_wasserstein(ours, theirs) for ours, theirs in pairs]
-    value = sum(distance for distance, _ in columns) / len(columns)
-    return Number.influenced(value, torch.stack([potential for _, potential in columns]).mean(0))
+    distances, potentials = zip(*columns, strict=True)
+    return Number.influenced(sum(distances) / len(columns), torch.stack(potentials).mean(0))
 
 
 def _wasserstein(generated: Tensor, reference: Tensor) -> tuple[float, Tensor]:

@@ -19,8 +19,8 @@ _STEP = 0.5  # of the quadrature in log t; its error falls as exp(-2 pi^2 / step
 
 
 def _too_few(generated: FeatureBatch, reference: Reference) -> list[str]:
-    counts = {"generated": len(generated.pooled), "reference": reference.count}
-    dimensions = generated.pooled.shape[1]
+    count, dimensions = generated.pooled.shape
+    counts = {"generated": count, "reference": reference.count}
     return [
         f"{count:,} {whose} images are fewer than the {dimensions:,} feature dimensions: the covariance is "
         "singular and the Fréchet distance biased upward; compare it only at equal counts"

@@ -74,10 +74,9 @@ class Reference:
         """Refuse features other than those it was made with."""
         ours, theirs = (self.features, self.preprocessing, self.weights), _seen_by(features)
         if ours != theirs:
-            raise MismatchError(
-                f"this reference was made with {_describe(*ours)}, not with {_describe(*theirs)}: "
-                "distances across features mean nothing. Make the reference again with these"
-            )
+            made = f"this reference was made with {_describe(*ours)}, not with {_describe(*theirs)}"
+            advice = "distances across features mean nothing. Make the reference again with these"
+            raise MismatchError(f"{made}: {advice}")
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it to one .safetensors with JSON metadata, atomically."""
@@ -86,8 +85,8 @@ class Reference:
             if statistics is not None:
                 tensors[f"{name}.mean"] = statistics.mean
                 tensors[f"{name}.covariance"] = statistics.covariance
-        meta = {"weights": self.weights, "count": self.count}
-        save_tensors(path, KIND, {**meta, **{name: getattr(self, name) for name in _TEXTS}}, tensors)
+        meta = {name: getattr(self, name) for name in (*_TEXTS, "weights", "count")}
+        save_tensors(path, KIND, meta, tensors)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Reference:

@@ -35,22 +35,16 @@ def load_weights(path: Path, sha256: str) -> tuple[dict[str, Tensor], str]:
     found = hashlib.sha256(content).hexdigest()
     plain = path.suffix == ".safetensors"
     if not plain and found != sha256:
-        raise TrueupError(
-            f"{path} is another file: its SHA-256 begins {found[:8]}, expected {sha256[:8]}. "
-            "It may be cut short: delete it and fetch it again"
-        )
+        problem = f"{path} is another file: its SHA-256 begins {found[:8]}, expected {sha256[:8]}"
+        raise TrueupError(f"{problem}. It may be cut short: delete it and fetch it again")
     try:
-        tensors = from_bytes(content) if plain else _read_pth(content)
+        file = io.BytesIO(content)
+        tensors = from_bytes(content) if plain else torch.load(file, map_location="cpu", weights_only=True)
+        if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+            raise ValueError("it holds something other than a dict of tensors")
     except Exception as error:  # torch's reader raises whatever it stumbles over
         raise TrueupError(f"{path} cannot be read as weights: {line(error)}") from None
     return tensors, found
-
-
-def _read_pth(content: bytes) -> dict[str, Tensor]:
-    tensors = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise ValueError("it holds something other than a dict of tensors")
-    return tensors
 
 
 def find_or_download(url: str, sha256: str, weights: str | PathLike[str] | None = None) -> Path:
