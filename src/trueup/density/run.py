@@ -97,7 +97,6 @@ def likelihood(
     if not discrete:
         own = "floating point data: bits/dim are of a density in the model's own range"
         notes.append(f"{own}, and do not compare with those of 8-bit images")
-    biased = method == "ode" and start == "data"
     return Likelihood(
         method=method,
         description=how.describe(),
@@ -107,7 +106,7 @@ def likelihood(
         terms={name: _pair(rows, name) for name in how.terms},
         settings=settings,
         evaluations=[float(rows[f"evaluations_{side}"].mean()) for side in sides.names],
-        start_bias=_pair(rows, "bias") if biased else None,
+        start_bias=_pair(rows, "bias") if (method, start) == ("ode", "data") else None,
         promised=_promise(sides.calibration) if method == "bound" and steps is None else None,
         notes=notes,
     )

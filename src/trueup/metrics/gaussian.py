@@ -25,10 +25,8 @@ def check_pair(reference: Tensor, generated: Tensor, fewest: int, why: str) -> N
         if len(rows_of(rows, f"{name} features")) < fewest:
             raise DataError(f"{why}, got {len(rows)} {name} ones")
     if reference.shape[1] != generated.shape[1]:
-        raise DataError(
-            f"reference features of {reference.shape[1]} dimensions, generated of {generated.shape[1]}: "
-            "both must come from the same network"
-        )
+        wide = f"reference rows of {reference.shape[1]} values, generated ones of {generated.shape[1]}"
+        raise DataError(f"{wide}: both must be made in the same way")
 
 
 class GaussianStatistics:
@@ -48,9 +46,8 @@ class GaussianStatistics:
     def update(self, features: Tensor) -> GaussianStatistics:
         """Take in rows (n, d); returns self."""
         for rows in rows_of(features).split(_ROWS):
-            rows = rows.double()
-            mean = rows.mean(0)
-            centred = rows - mean
+            mean = rows.double().mean(0)
+            centred = rows - mean  # float64, as the mean is
             self.merge(GaussianStatistics(mean, centred.T @ centred, len(rows)))
         return self
 

@@ -57,7 +57,9 @@ def find_or_download(url: str, sha256: str, weights: str | PathLike[str] | None 
         return path
     content = bytearray()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):  # better known before than after the download
+            raise PermissionError(f"{folder} cannot be written to")
         with urlopen(url, timeout=_TIMEOUT) as answer:
             total = int(answer.headers.get("Content-Length") or 0) / _CHUNK or None
             with Progress(total, f"downloading {path.name}", unit="MB") as bar:
