@@ -266,3 +266,9 @@ def test_it_reads_what_calibrate_reads(images):
     assert -1 <= float(kernel.samples.min()) < float(kernel.samples.max()) <= 1
     with pytest.raises(trueup.TrueupError):
         KernelDensity(torch.zeros(0, 1, 4, 4))
+
+
+def test_the_ideal_network_of_latents_has_no_range():
+    latents = 3 * points(4, 0)
+    assert KernelDensity.of(latents, (1, 6, 6), None).denoiser(ContinuousVP()).data_range is None
+    assert KernelDensity(latents).denoiser(ContinuousVP()).data_range == (-1.0, 1.0)

@@ -18,7 +18,49 @@ from trueup.process import NoiseProcess
 Distortion = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class GaussianMixture:
+class _Ideal:
+    """Data whose ideal denoiser is known: `given` says E[x0 | x_t] and E[eps | x_t]."""
+
+    given: Callable[..., tuple[Tensor, Tensor]]  # of x_t, and one alpha and sigma per row
+    shape: tuple[int, ...]
+    conditional = False
+    data_range: tuple[float, float] | None = None
+
+    def x0_given(self, *condition: Tensor) -> Tensor:
+        """E[x0 | x_t]."""
+        return self.given(*condition)[0]
+
+    def eps_given(self, *condition: Tensor) -> Tensor:
+        """E[eps | x_t]."""
+        return self.given(*condition)[1]
+
+    def denoiser(
+        self,
+        process: NoiseProcess,
+        parametrization: Parametrization | str = "noise",
+        distortion: Distortion | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Denoiser:
+        """The ideal network, or one that errs by `distortion(eps, u, lam)` in eps space."""
+        kind = Parametrization(parametrization) if isinstance(parametrization, str) else parametrization
+
+        def network(x_t: Tensor, t: Tensor, *y: Tensor) -> Tensor:
+            times = t.to(torch.float64)
+            x0, eps = self.given(x_t, process.alpha(times), process.sigma(times), *y)
+            alpha, sigma = process.scales(times, x_t)
+            if distortion is None:
+                return kind.target(x0, eps, alpha, sigma)
+            lam = process.lam(times).reshape(-1, *[1] * (x_t.ndim - 1)).to(x_t)
+            eps = eps + distortion(eps, x_t / sigma, lam)
+            return kind.from_eps(eps, x_t, alpha, sigma)
+
+        how: dict[str, Any] = {"data_range": self.data_range, "conditional": self.conditional}
+        how |= {"device": device, "dtype": dtype, "description": "an exact denoiser"}
+        return Denoiser(network, process, kind, self.shape, **how)
+
+
+class GaussianMixture(_Ideal):
     """x0 drawn from Gaussians of standard deviation `std` around `means` (M, C, *spatial).
 
     At every noise level x_t is again a mixture, so E[eps | x_t] is exact:
@@ -44,30 +86,21 @@ class GaussianMixture:
         noise = torch.randn(count, *self.shape, generator=generator, dtype=self.means.dtype)
         return self.means[pick] + self.std * noise
 
-    def eps_given(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """E[eps | x_t], with one alpha and sigma per row."""
-        share, offset, variance = self._posterior(x_t, alpha, sigma)
-        nearest = torch.einsum("bm,bmd->bd", share, offset)
-        return (sigma.to(x_t) / variance)[:, None].mul(nearest).reshape(x_t.shape)
-
-    def x0_given(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """E[x0 | x_t]; unlike (x_t - sigma E[eps | x_t]) / alpha it exists where nothing is left of x0."""
-        share, offset, variance = self._posterior(x_t, alpha, sigma)
-        shrink = alpha.to(x_t) * self.std**2 / variance  # (B,)
-        nearest = self.means.to(x_t).flatten(1) + shrink[:, None, None] * offset
-        return torch.einsum("bm,bmd->bd", share, nearest).reshape(x_t.shape)
-
     def given(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """E[x0 | x_t] and E[eps | x_t]."""
-        return self.x0_given(x_t, alpha, sigma), self.eps_given(x_t, alpha, sigma)
+        """E[x0 | x_t] and E[eps | x_t]; the first exists where nothing is left of x0, too."""
+        logits, offset, variance = self._posterior(x_t, alpha, sigma)
+        share = logits.softmax(1)  # (B, M)
+        nearest = torch.einsum("bm,bmd->bd", share, offset) / variance[:, None]
+        x0 = share @ self.means.to(x_t).flatten(1) + (alpha.to(x_t) * self.std**2)[:, None] * nearest
+        return x0.reshape(x_t.shape), (sigma.to(x_t)[:, None] * nearest).reshape(x_t.shape)
 
     def _posterior(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of every Gaussian: its share in x_t (B, M), x_t less its mean (B, M, D), their variance (B,)."""
+        """Of every Gaussian: its share of x_t as a logit (B, M), x_t less its mean (B, M, D), variance."""
         means = self.means.to(x_t).flatten(1)  # (M, D)
         variance = (alpha**2 * self.std**2 + sigma**2).to(x_t)
         offset = x_t.flatten(1)[:, None, :] - alpha.to(x_t)[:, None, None] * means
         logits = self.weights.to(x_t).log() - 0.5 * offset.square().sum(2) / variance[:, None]
-        return logits.softmax(1), offset, variance
+        return logits, offset, variance
 
     def log_density(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
         """log q(x_t) in nats, (B,); with alpha = 1 and sigma = 0 that of the data.
@@ -77,23 +110,11 @@ class GaussianMixture:
         >>> round(float(at_zero), 6)  # -2 log(2 pi)
         -3.675754
         """
-        _, offset, variance = self._posterior(x_t, alpha, sigma)
-        distance = offset.square().sum(2) / variance[:, None]
-        constant = 0.5 * offset.shape[2] * torch.log(2 * math.pi * variance)
-        return torch.logsumexp(self.weights.to(x_t).log() - 0.5 * distance, 1) - constant
-
-    def denoiser(
-        self,
-        process: NoiseProcess,
-        parametrization: Parametrization | str = "noise",
-        distortion: Distortion | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Denoiser:
-        """The ideal network, or one that errs by `distortion(eps, u, lam)` in eps space."""
-        return _denoiser(self, process, parametrization, distortion, dtype)
+        logits, offset, variance = self._posterior(x_t, alpha, sigma)
+        return logits.logsumexp(1) - 0.5 * offset.shape[2] * torch.log(2 * math.pi * variance)
 
 
-class KernelDensity:
+class KernelDensity(_Ideal):
     """The ideal network of a finite data set: what perfect training on it would give (paper, section 3.4).
 
     x0 is drawn from `samples` (N, C, *spatial), each as likely as another. Its error has mean zero over these
@@ -107,6 +128,8 @@ class KernelDensity:
     0.9445
     """
 
+    data_range: tuple[float, float] | None = (-1.0, 1.0)
+
     def __init__(self, samples: Tensor, labels: Tensor | None = None):
         if samples.ndim < 3 or not len(samples):
             raise TrueupError(f"samples are (count, channels, *spatial), not {tuple(samples.shape)}")
@@ -114,7 +137,7 @@ class KernelDensity:
             raise TrueupError(f"there are {len(samples)} samples and {len(labels)} labels")
         self.samples, self.labels = samples, labels
         self._flat: Tensor | None = None  # float64, where it is used
-        self.shape = tuple(samples.shape[1:])
+        self.shape, self.conditional = tuple(samples.shape[1:]), labels is not None
 
     @classmethod
     def of(
@@ -126,95 +149,38 @@ class KernelDensity:
         if not batches:
             raise TrueupError(f"{read.name} holds no samples")
         labels = [batch.y for batch in batches if batch.y is not None]
-        return cls(
-            torch.cat([batch.x0 for batch in batches]),
-            torch.cat(labels) if len(labels) == len(batches) else None,
-        )
+        x0 = torch.cat([batch.x0 for batch in batches])
+        found = cls(x0, torch.cat(labels) if len(labels) == len(batches) else None)
+        found.data_range = model_range
+        return found
 
     def sample(self, count: int, seed: int = 0) -> Tensor:
         """Draws of x0, (count, C, *spatial)."""
         generator = torch.Generator().manual_seed(seed)
         return self.samples[torch.randint(len(self.samples), (count,), generator=generator)]
 
-    def x0_given(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, y: Tensor | None = None) -> Tensor:
-        """E[x0 | x_t], with one alpha and sigma per row: the samples weighted by how near they are.
+    def given(
+        self, x_t: Tensor, alpha: Tensor, sigma: Tensor, y: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """E[x0 | x_t] and E[eps | x_t]: the samples weighted by how near they are.
 
         Distances are computed in float64: at low noise they are small differences of large numbers.
         """
         flat = self._on(x_t.device)  # (N, D)
-        x, a, s = (v.to(x_t.device, torch.float64) for v in (x_t.flatten(1), alpha, sigma))
+        x = x_t.flatten(1).double()
+        a, s = (v.to(x)[:, None] for v in (alpha, sigma))
         # |x - alpha x0|^2 less |x|^2, which all samples share
-        distance = (a**2)[:, None] * flat.square().sum(1) - 2 * a[:, None] * (x @ flat.T)
-        logits = -0.5 * distance / (s**2)[:, None]
+        logits = -0.5 * (a**2 * flat.square().sum(1) - 2 * a * (x @ flat.T)) / s**2
         if self.labels is not None and y is not None:
             other = self.labels.to(y)[None, :] != y[:, None]
             if bool(other.all(1).any()):
                 raise TrueupError("the data set has no sample with one of these labels")
             logits = logits.masked_fill(other, -math.inf)
-        return (logits.softmax(1) @ flat).reshape(x_t.shape).to(x_t)
-
-    def given(
-        self, x_t: Tensor, alpha: Tensor, sigma: Tensor, y: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """E[x0 | x_t] and E[eps | x_t]."""
-        wide = (-1, *[1] * (x_t.ndim - 1))
-        a, s = (v.to(x_t.device, torch.float64).reshape(wide) for v in (alpha, sigma))
-        x0 = self.x0_given(x_t.double(), alpha, sigma, y)
-        return x0.to(x_t), ((x_t.double() - a * x0) / s).to(x_t)
-
-    def eps_given(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, y: Tensor | None = None) -> Tensor:
-        """E[eps | x_t]."""
-        return self.given(x_t, alpha, sigma, y)[1]
+        x0 = logits.softmax(1) @ flat
+        return x0.reshape(x_t.shape).to(x_t), ((x - a * x0) / s).reshape(x_t.shape).to(x_t)
 
     def _on(self, device: torch.device) -> Tensor:
         if self._flat is None or self._flat.device != device:
             with torch.inference_mode(False):
                 self._flat = self.samples.flatten(1).to(device, torch.float64)
         return self._flat
-
-    def denoiser(
-        self,
-        process: NoiseProcess,
-        parametrization: Parametrization | str = "noise",
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        data_range: tuple[float, float] | None = (-1.0, 1.0),
-    ) -> Denoiser:
-        """As a network: calibrate, sample, evaluate or measure its likelihood like any other."""
-        conditional = self.labels is not None
-        return _denoiser(self, process, parametrization, None, dtype, device, data_range, conditional)
-
-
-def _denoiser(
-    ideal: GaussianMixture | KernelDensity,
-    process: NoiseProcess,
-    parametrization: Parametrization | str,
-    distortion: Distortion | None,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None = None,
-    data_range: tuple[float, float] | None = None,
-    conditional: bool = False,
-) -> Denoiser:
-    kind = Parametrization(parametrization) if isinstance(parametrization, str) else parametrization
-
-    def network(x_t: Tensor, t: Tensor, *y: Tensor) -> Tensor:
-        times = t.to(torch.float64)
-        x0, eps = ideal.given(x_t, process.alpha(times), process.sigma(times), *y)
-        alpha, sigma = process.scales(times, x_t)
-        if distortion is None:
-            return kind.target(x0, eps, alpha, sigma)
-        lam = process.lam(times).reshape(-1, *[1] * (x_t.ndim - 1)).to(x_t)
-        eps = eps + distortion(eps, x_t / sigma, lam)
-        return kind.from_eps(eps, x_t, alpha, sigma)
-
-    return Denoiser(
-        network,
-        process,
-        kind,
-        ideal.shape,
-        data_range=data_range,
-        conditional=conditional,
-        device=device,
-        dtype=dtype,
-        description="an exact denoiser",
-    )

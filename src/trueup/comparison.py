@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trueup.density import Objectives
+from trueup.density.opening import SIDES
 from trueup.metrics import MEASURES
 from trueup.statistics import Number, told
-
-SIDES = ("before", "after")
 
 
 @dataclass(frozen=True)
@@ -81,20 +80,17 @@ class Comparison:
             lines.append(f"{row.solver}, {made} evaluations, {self.samples:,} samples, seed {self.seed}")
             lines.append(f"  {'':26} {'uncalibrated':>14} {'calibrated':>14}   difference, 95% interval")
             for name, change in row.changes.items():
-                lines.append(
-                    f"  {MEASURES[name].title:26} {change.before.value:14.4g} {change.after.value:14.4g}   "
-                    f"{told(change.difference, change.more_is_better)}"
-                )
+                values = f"{change.before.value:14.4g} {change.after.value:14.4g}"
+                words = told(change.difference, change.more_is_better)
+                lines.append(f"  {MEASURES[name].title:26} {values}   {words}")
             means = [", ".join(f"{v:.3g}" for v in row.mean_colour[side][:4]) for side in SIDES]
             data = ", ".join(f"{v:.3g}" for v in self.reference["mean_colour"][:4])
             lines += [f"  {'mean colour':26} {means[0]:>14} {means[1]:>14}   data: {data}", ""]
         if self.loss is not None:
             lines.append(_loss_line(self.loss))
-        lines.append(
-            f"features: {self.features['name']} ({self.features['preprocessing']}); reference: "
-            f"{self.reference['images']:,} {self.reference['made_of']}. Intervals are over which samples "
-            "were drawn."
-        )
+        seen_by = f"features: {self.features['name']} ({self.features['preprocessing']})"
+        data = f"reference: {self.reference['images']:,} {self.reference['made_of']}"
+        lines.append(f"{seen_by}; {data}. Intervals are over which samples were drawn.")
         spent = ", ".join(f"{number:,} for {what}" for what, number in self.evaluations.items())
         lines.append(f"evaluations of the network: {spent}")
         lines += [f"note: {note}" for note in self.notes]
@@ -106,8 +102,7 @@ def _loss_line(loss: Objectives) -> str:
     before, after, drop = (loss.losses(which) for which in (*SIDES, "drop"))
     change = told(Number.mean(-drop.sum(1)))
     worse = [float(t) for t, column in zip(loss.t, drop.T, strict=True) if Number.mean(column).sign < 0]
-    return (
-        f"denoising loss on {len(before)} {'other ' if loss.held_out else ''}images, sum of {len(loss.t)} "
-        f"levels: {float(before.sum(1).mean()):.5g} -> {float(after.sum(1).mean()):.5g}, {change}; "
-        + (f"WORSE at t = {', '.join(f'{t:g}' for t in worse)}" if worse else "worse at none")
-    )
+    images = f"{len(before)} {'other ' if loss.held_out else ''}images, sum of {len(loss.t)} levels"
+    sums = f"{float(before.sum(1).mean()):.5g} -> {float(after.sum(1).mean()):.5g}"
+    where = f"WORSE at t = {', '.join(f'{t:g}' for t in worse)}" if worse else "worse at none"
+    return f"denoising loss on {images}: {sums}, {change}; {where}"

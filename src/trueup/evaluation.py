@@ -13,22 +13,16 @@ from torch import Tensor
 
 from trueup import __version__
 from trueup.calibration import Attachment, Calibration, Trajectory, as_calibration
-from trueup.comparison import SIDES, Change, Comparison, Row
+from trueup.comparison import Change, Comparison, Row
 from trueup.denoiser import Denoiser
 from trueup.density import Objectives, objectives
+from trueup.density.opening import SIDES
 from trueup.errors import TrueupError
 from trueup.hf import as_denoiser
-from trueup.images import Batch, Images, Samples, as_images
-from trueup.metrics import (
-    MEASURES,
-    FeatureBatch,
-    Features,
-    ModuleFeatures,
-    Reference,
-    load_features,
-    measures,
-)
+from trueup.images import Images, Samples, as_images
+from trueup.metrics import MEASURES, FeatureBatch, Features, ModuleFeatures, Reference, load_features
 from trueup.metrics.features import look_at
+from trueup.metrics.measures import measures
 from trueup.progress import Progress
 from trueup.sampling import Solver, as_solver, pictures, sample_batches
 from trueup.sampling.draw import check_labels, count_evaluations, find_trajectory, without_trajectory
@@ -44,7 +38,6 @@ _MADE_OF = {  # a reference, and what to know about it
     "samples as they are": "these are no pictures: samples and data are compared by their values. For the "
     "pictures of latents, give the Denoiser their autoencoder",
 }
-ToImages = Callable[[Tensor], Tensor]
 
 
 def evaluate(
@@ -80,16 +73,23 @@ def evaluate(
         raise TrueupError(f"a comparison needs {FEWEST_SAMPLES} samples or more, not {samples!r}")
     Attachment(denoiser, calibration)  # or say now that it does not fit
     classes = check_labels(denoiser, labels, guidance)
-    chosen: list[tuple[Solver, int | None]] = []
-    numbers = nfe if isinstance(nfe, Sequence) else [nfe]
+    plan: list[tuple[Solver, int | None, int | None, Trajectory | None]] = []
     for given in solvers if isinstance(solvers, (list, tuple)) else [solvers]:
         solver = as_solver(given, denoiser)
-        chosen += [(solver, None)] if solver.adaptive else [(solver, number) for number in numbers]
-    kept_on = [find_trajectory(calibration, solver, n, guidance, trajectory) for solver, n in chosen]
-    kept_on = [None if made is None or made.empty else made for made in kept_on]
-    made_each = [count_evaluations(solver, number, denoiser, classes) for solver, number in chosen]
-    extract = _features(features).to(denoiser.device)
-    reference = _open_reference(data, denoiser, extract, progress)
+        for number in [None] if solver.adaptive else nfe if isinstance(nfe, Sequence) else [nfe]:
+            evaluations = count_evaluations(solver, number, denoiser, classes)
+            applied = find_trajectory(calibration, solver, number, guidance, trajectory)
+            plan.append((solver, number, evaluations, applied))
+    if isinstance(features, str):
+        features = load_features(features)
+    elif not isinstance(features, Features):
+        features = ModuleFeatures(features, getattr(features, "__qualname__", type(features).__name__))
+    extract = features.to(denoiser.device)
+    if isinstance(data, (str, PathLike)) and Path(data).suffix == ".safetensors":
+        data = Reference.load(data)
+    is_made = isinstance(data, Reference)
+    reference = data if is_made else build_reference(data, denoiser, extract, progress=progress)
+    reference.check(extract)
     notes = [note for note in (_MADE_OF.get(reference.made_of),) if note is not None]
     conditions = {
         "set of labels": None if classes is None else classes.tolist(),
@@ -98,43 +98,49 @@ def evaluate(
         "seed": seed,
         "decoder": None if denoiser.autoencoder is None else denoiser.autoencoder.identity,
     }
-    draw = _Draw(denoiser, extract, samples, labels, guidance, conditions, run, force, progress)
+    how = {"labels": labels, "guidance": guidance, "seed": seed, "progress": progress}
     rows, spent = [], {}
-    for (solver, number), made, applied in zip(chosen, made_each, kept_on, strict=True):
+    for solver, number, evaluations, applied in plan:
+        name = solver.name if number is None else f"{solver.name}-{number}"
+        if applied is None and trajectory is None and number is not None and calibration.trajectories:
+            notes.append(f"{name}: {without_trajectory(calibration)}")
+        applied = None if applied is None or applied.empty else applied
         if applied is not None:
             notes.append(f"after: the calibration's trajectory of {applied.sampler} is applied as well")
-        elif trajectory is None and number is not None and calibration.trajectories:
-            known = find_trajectory(calibration, solver, number, guidance)  # one that does nothing, or none
-            notes += [] if known else [f"{_name(solver, number)}: {without_trajectory(calibration)}"]
-        both = draw(solver, number, None, None), draw(solver, number, calibration, applied)
-        rows.append(_row(solver, number, made, both, reference, notes))
-        if made is not None:
-            spent[f"samples by {_name(solver, number)}"] = 2 * samples * made
+        both = []
+        for side, put_on, kept_on in (("uncalibrated", None, None), ("calibrated", calibration, applied)):
+            settings = {
+                **denoiser.identity(),
+                **conditions,
+                "solver": repr(solver),
+                "number of evaluations": number,
+                "set of features": [extract.name, extract.preprocessing, extract.weights],
+                "calibration": None if put_on is None else put_on.identity,
+                "trajectory": None if kept_on is None else kept_on.identity,
+            }
+            kept = None if run is None else Kept(Path(run) / f"{name}-{side}", settings, force=force)
+            how |= {"solver": solver, "nfe": number, "calibration": put_on, "trajectory": kept_on is not None}
+            how["description"] = f"sampling, {name}, {side}"
+            both.append(_draw(denoiser, extract, samples, kept, how))
+        colours = {side: _mean_colour(batch.colours) for side, batch in zip(SIDES, both, strict=True)}
+        changes = _changes(both, reference, notes)
+        rows.append(Row(solver.name, repr(solver), number, evaluations, changes, colours))
+        if evaluations is not None:
+            spent[f"samples by {name}"] = 2 * samples * evaluations
     found = None
     if loss and reference.images is not None:
-        found = _loss(denoiser, calibration, reference.images, seed, notes, progress)
+        found = _loss(denoiser, calibration, reference.images, notes, seed=seed, progress=progress)
         spent |= {} if found is None else {"the denoising loss": found.evaluations}
+    seen_by = {name: getattr(extract, name) for name in ("name", "preprocessing", "weights", "dimensions")}
+    compared = {name: getattr(reference, name) for name in ("made_of", "fingerprint")}
+    about = {name: getattr(calibration, name) for name in ("family", "estimator", "generated", "identity")}
     return Comparison(
         rows=rows,
         samples=samples,
         seed=seed,
-        features={
-            name: getattr(extract, name) for name in ("name", "preprocessing", "weights", "dimensions")
-        },
-        reference={
-            "images": reference.count,
-            "made_of": reference.made_of,
-            "fingerprint": reference.fingerprint,
-            "mean_colour": reference.colours.double().mean(0).tolist(),
-        },
-        calibration={
-            "family": calibration.family,
-            "estimator": calibration.estimator,
-            "images": calibration.evidence.images,
-            "generated": calibration.generated,
-            "verdict": calibration.verdict(),
-            "identity": calibration.identity,
-        },
+        features=seen_by,
+        reference={**compared, "images": reference.count, "mean_colour": _mean_colour(reference.colours)},
+        calibration={**about, "images": calibration.evidence.images, "verdict": calibration.verdict()},
         settings={"trueup": __version__, **denoiser.identity(), **conditions},
         evaluations=spent,
         loss=found,
@@ -142,7 +148,7 @@ def evaluate(
     )
 
 
-def image_maker(denoiser: Denoiser) -> ToImages:
+def image_maker(denoiser: Denoiser) -> Callable[[Tensor], Tensor]:
     """What makes pictures of a model's samples, 8-bit; latents without an autoencoder stay as they are."""
     data_range, autoencoder = denoiser.data_range, denoiser.autoencoder
     if data_range is not None:
@@ -159,27 +165,18 @@ def build_reference(
     latent = denoiser.data_range is None
     autoencoder = denoiser.autoencoder if latent else None
     images = as_images(data, REFERENCE_IMAGES)
-    samples = Samples(
-        images,
-        denoiser.shape,
-        denoiser.data_range,
-        autoencoder=autoencoder,
-        encode=False,
-    )
+    samples = Samples(images, denoiser.shape, denoiser.data_range, autoencoder=autoencoder, encode=False)
     to_images, digest, of = image_maker(denoiser), 0, "samples as they are" if latent else "pictures"
 
-    def seen(batch: Batch) -> Tensor:
-        nonlocal of
-        if autoencoder is None:
-            return to_images(batch.x0)
-        of = "decoded latents" if tuple(batch.x0.shape[1:]) == denoiser.shape else "pictures"
-        return to_images(batch.x0) if of == "decoded latents" else pictures(batch.x0, (-1.0, 1.0))
-
     def batches() -> Iterator[Tensor]:
-        nonlocal digest
+        nonlocal digest, of
         with Progress(samples.expected(), "features of the data", unit="image", show=progress) as bar:
             for batch in samples.batches(_AT_ONCE):
-                yield seen(batch)
+                if autoencoder is not None:
+                    encoded = tuple(batch.x0.shape[1:]) == denoiser.shape
+                    of = "decoded latents" if encoded else "pictures"
+                as_read = latent and of == "pictures"
+                yield pictures(batch.x0, (-1.0, 1.0)) if as_read else to_images(batch.x0)
                 digest = (digest + int(batch.digests.sum())) & ((1 << 64) - 1)
                 bar.update(len(batch))
 
@@ -187,136 +184,48 @@ def build_reference(
     return replace(reference, fingerprint=f"{digest:016x}", made_of=of, images=images)
 
 
-def _open_reference(data: Any, denoiser: Denoiser, features: Features, progress: bool | None) -> Reference:
-    """The reference, or the one that is made from images."""
-    if isinstance(data, (str, PathLike)) and Path(data).suffix == ".safetensors":
-        data = Reference.load(data)
-    if not isinstance(data, Reference):
-        data = build_reference(data, denoiser, features, progress=progress)
-    data.check(features)
-    return data
+def _draw(
+    denoiser: Denoiser, features: Features, count: int, kept: Kept | None, how: dict[str, Any]
+) -> FeatureBatch:
+    """Samples, looked at; what a run has is not made again."""
+    to_images, parts = image_maker(denoiser), []
+    start = 0 if kept is None else min(kept.done, count)
+    for index, x in sample_batches(denoiser, count, start=start, **how):
+        seen = look_at(to_images(x), features)
+        rows = {name: values for name, values in seen._asdict().items() if values is not None}
+        if kept is None:
+            parts.append(rows)
+        else:
+            kept.add(index, **rows)
+    if kept is not None:
+        return FeatureBatch(**kept.tensors(count))
+    return FeatureBatch(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
 
-def _features(features: str | Features | Callable[[Tensor], Any]) -> Features:
-    if isinstance(features, str):
-        return load_features(features)
-    if isinstance(features, Features):
-        return features
-    return ModuleFeatures(features, getattr(features, "__qualname__", type(features).__name__))
-
-
-def _name(solver: Solver, number: int | None) -> str:
-    return solver.name if number is None else f"{solver.name}-{number}"
-
-
-class _Draw:
-    """Samples, looked at: `draw(solver, nfe, calibration, trajectory)`; what a run has is not made again."""
-
-    def __init__(
-        self,
-        denoiser: Denoiser,
-        features: Features,
-        count: int,
-        labels: Any,
-        guidance: float,
-        conditions: dict[str, Any],
-        run: str | PathLike[str] | None,
-        force: bool,
-        progress: bool | None,
-    ):
-        self.denoiser, self.features, self.count = denoiser, features, count
-        self.conditions, self.run, self.force = conditions, run, force
-        self.how = {"labels": labels, "guidance": guidance, "seed": conditions["seed"], "progress": progress}
-
-    def __call__(
-        self,
-        solver: Solver,
-        number: int | None,
-        calibration: Calibration | None,
-        trajectory: Trajectory | None,
-    ) -> FeatureBatch:
-        which = "uncalibrated" if calibration is None else "calibrated"
-        name = f"{_name(solver, number)}-{which}"
-        kept = self._kept(name, solver, number, calibration, trajectory)
-        to_images, parts = image_maker(self.denoiser), []
-        for index, x in sample_batches(
-            self.denoiser,
-            self.count,
-            start=0 if kept is None else min(kept.done, self.count),
-            solver=solver,
-            nfe=number,
-            calibration=calibration,
-            trajectory=trajectory is not None,
-            description=f"sampling, {_name(solver, number)}, {which}",
-            **self.how,
-        ):
-            seen = look_at(to_images(x), self.features)
-            rows = {name: values for name, values in seen._asdict().items() if values is not None}
-            if kept is None:
-                parts.append(rows)
-            else:
-                kept.add(index, **rows)
-        if kept is not None:
-            return FeatureBatch(**kept.tensors(self.count))
-        return FeatureBatch(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
-
-    def _kept(
-        self,
-        name: str,
-        solver: Solver,
-        number: int | None,
-        calibration: Calibration | None,
-        trajectory: Trajectory | None,
-    ) -> Kept | None:
-        if self.run is None:
-            return None
-        settings = {
-            **self.denoiser.identity(),
-            **self.conditions,
-            "solver": repr(solver),
-            "number of evaluations": number,
-            "set of features": [self.features.name, self.features.preprocessing, self.features.weights],
-            "calibration": None if calibration is None else calibration.identity,
-            "trajectory": None if trajectory is None else trajectory.identity,
-        }
-        return Kept(Path(self.run) / name, settings, force=self.force)
-
-
-def _row(
-    solver: Solver,
-    number: int | None,
-    evaluations: int | None,
-    both: tuple[FeatureBatch, FeatureBatch],
-    reference: Reference,
-    notes: list[str],
-) -> Row:
-    """Every measure of both sides, and their mean colours."""
+def _changes(both: list[FeatureBatch], reference: Reference, notes: list[str]) -> dict[str, Change]:
+    """Every measure of both sides."""
     found = []
     for batch in both:
         numbers, told = measures(batch, reference)
         found.append(numbers)
         notes += [note for note in told if note not in notes]
     before, after = found
-    changes = {name: Change(before[name], after[name], MEASURES[name].more_is_better) for name in before}
-    colours = [batch.colours.double().mean(0).tolist() for batch in both if batch.colours is not None]
-    return Row(
-        solver.name, repr(solver), number, evaluations, changes, dict(zip(SIDES, colours, strict=True))
-    )
+    return {name: Change(before[name], after[name], MEASURES[name].more_is_better) for name in before}
+
+
+def _mean_colour(colours: Tensor | None) -> list[float]:
+    assert colours is not None
+    return colours.double().mean(0).tolist()
 
 
 def _loss(
-    denoiser: Denoiser,
-    calibration: Calibration,
-    images: Images,
-    seed: int,
-    notes: list[str],
-    progress: bool | None,
+    denoiser: Denoiser, calibration: Calibration, images: Images, notes: list[str], **how: Any
 ) -> Objectives | None:
     """The denoising loss at the calibration's levels, of the network run without and with it attached."""
     if not Samples(images, denoiser.shape, denoiser.data_range).indexed:
         notes.append("the data is a stream, read once: no denoising loss")
         return None
     few = replace(images, count=min(images.count or LOSS_IMAGES, LOSS_IMAGES))
-    found = objectives(denoiser, few, calibration, levels=calibration.t, seed=seed, progress=progress)
+    found = objectives(denoiser, few, calibration, levels=calibration.t, **how)
     notes += found.notes
     return found

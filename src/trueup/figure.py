@@ -59,27 +59,19 @@ def draw(calibrations: Mapping[str, Calibration] | Calibration, path: str | Path
     path = Path(path)
     Figure = check_figure(path)
     if isinstance(calibrations, Calibration):
-        named = {str(calibrations.provenance.get("model", "")): calibrations}
-    else:
-        named = dict(calibrations)
-    figure = Figure(figsize=(4.2 * len(named), 7.2), layout="constrained")
-    axes = figure.subplots(3, len(named), squeeze=False)
-    for column, (name, calibration) in enumerate(named.items()):
+        calibrations = {str(calibrations.provenance.get("model", "")): calibrations}
+    figure = Figure(figsize=(4.2 * len(calibrations), 7.2), layout="constrained")
+    axes = figure.subplots(3, len(calibrations), squeeze=False)
+    for column, (name, calibration) in enumerate(calibrations.items()):
         found = curves(calibration)
         process, bits = calibration.process, calibration.evidence.bits_per_dim(1.0)
-        area = found.area
-        gain = f"area {area.value:.3g} nats ({area.low:.3g} to {area.high:.3g})"
-        gain += f", {area.value * bits:.2g} bits/dim"
+        value, low, high = found.area.value, found.area.low, found.area.high
+        gain = f"area {value:.3g} nats ({low:.3g} to {high:.3g}), {value * bits:.2g} bits/dim"
+        shift = "the same area: what a shift gains"
         rows = (
             (found.t, found.size, "t", r"$\frac{1}{2}\|E[\epsilon_\theta]\|^2$", name),
             (found.t, found.rate, "t", r"$\frac{g^2}{2\sigma^2}\|E[\epsilon_\theta]\|^2$", gain),
-            (
-                process.lam(found.t),
-                2 * found.size,
-                r"$\lambda$",
-                r"$\|E[\epsilon_\theta]\|^2$",
-                "the same area: what a shift gains",
-            ),
+            (process.lam(found.t), 2 * found.size, r"$\lambda$", r"$\|E[\epsilon_\theta]\|^2$", shift),
         )
         for axis, (x, values, below, beside, title) in zip(axes[:, column], rows, strict=True):
             value, low, high = values.clamp_min(0.0).numpy()

@@ -29,33 +29,26 @@ def plain_output() -> bool:
 
 
 def chart(calibration: Calibration, *, plain: bool = False) -> str:
-    """The miss over noise levels: the share of the loss that the correction removes, least noise at the left.
-
-    plain: only ASCII characters.
-    """
+    """The share of the loss that the correction removes, least noise at the left; plain: only ASCII."""
     gain, loss = calibration.evidence.gain.value, calibration.evidence.loss.value
     shares = torch.where(loss > 0, gain / loss, 0.0).nan_to_num(0.0).clamp_min(0.0).tolist()
     top = max(shares)
     if top <= 0:
         return "no noise level has a part of its loss that a correction surely removes"
     blocks = " ......##" if plain else _BLOCKS
-    lines = []
+    side, corner, floor = "|+-" if plain else "│└─"
+    lines = ["share of the loss that calibration removes, by noise level"]
     for row in reversed(range(_HEIGHT)):
-        cells = []
-        for share in shares:
-            filled = share / top * _HEIGHT - row  # in rows
-            step = min(8, max(0, round(8 * filled)))
-            if row == 0 and share > 0:
-                step = max(step, 1)  # something is something
-            cells.append(blocks[step] * _COLUMN)
+        steps = [min(8, max(0, round(8 * (share / top * _HEIGHT - row)))) for share in shares]
+        if row == 0:
+            steps = [max(step, share > 0) for step, share in zip(steps, shares, strict=True)]  # something
         label = percent(top) if row == _HEIGHT - 1 else "0%" if row == 0 else ""
-        lines.append(f"{label:>6} {'|' if plain else '│'}{''.join(cells)}")
+        lines.append(f"{label:>6} {side}{''.join(blocks[step] * _COLUMN for step in steps)}")
     width = _COLUMN * len(shares)
-    t = calibration.t
-    ends = f"t={float(t[0]):.4g}", f"t={float(t[-1]):.4g}"
-    lines.append(f"{'':>6} {'+' if plain else '└'}{('-' if plain else '─') * width}")
-    lines.append(f"{'':>8}{ends[0]}{ends[1]:>{max(len(ends[1]) + 2, width - len(ends[0]))}}")
-    return "\n".join(["share of the loss that calibration removes, by noise level", *lines])
+    first, last = (f"t={float(t):.4g}" for t in calibration.t[[0, -1]])
+    lines.append(f"{'':>6} {corner}{floor * width}")
+    lines.append(f"{'':>8}{first}{last:>{max(len(last) + 2, width - len(first))}}")
+    return "\n".join(lines)
 
 
 def as_json(calibration: Calibration) -> dict[str, Any]:
@@ -66,11 +59,12 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         {"t": t, "lam": lam, **{name: getattr(e, name)[row].as_json() for name in ("loss", "eta2", "gain")}}
         for row, (t, lam) in enumerate(zip(times, lams, strict=True))
     ]
+    own = ("empty", "family", "estimator", "data_images", "generated")
+    made = ("model", "parametrization", "weights", "seed")
     return {
         "verdict": calibration.verdict(),
-        "empty": calibration.empty,
-        "family": calibration.family,
-        "estimator": calibration.estimator,
+        **{name: getattr(calibration, name) for name in own},
+        **{name: calibration.provenance.get(name) for name in made},
         "images": e.images,
         "shape": list(calibration.shape),
         "bound_gain": {
@@ -83,13 +77,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
             "share_of_loss": calibration.uncalibration_share.as_json(),
         },
         "levels": levels,
-        "model": calibration.provenance.get("model"),
-        "parametrization": calibration.provenance["parametrization"],
         "process": calibration.process.kind,
-        "weights": calibration.provenance.get("weights"),
-        "seed": calibration.provenance.get("seed"),
-        "data_images": calibration.data_images,
-        "generated": calibration.generated,
         "trajectories": [
             {
                 **made.sampler.as_json(),

@@ -12,11 +12,11 @@ from torch import Tensor
 from trueup.bands import Bands
 from trueup.calibration import Calibration
 from trueup.denoiser import Denoiser
-from trueup.density.levels import Chances, Levels, continuous_levels, data_variance, step_levels
+from trueup.density.levels import Chances, Levels, continuous_levels, data_variance
 from trueup.density.terms import discrete_decoder, flat_decoder, prior, step, step_weight
 from trueup.errors import Argument, ModelError, TrueupError
 from trueup.images import Batch
-from trueup.noise import normals
+from trueup.noise import normal
 from trueup.process import NoiseProcess
 
 VARIANCES = ("small", "large", "learned_range")
@@ -42,9 +42,8 @@ class Bound:
         if self.variance not in VARIANCES:
             raise TrueupError(f"variance is one of {', '.join(VARIANCES)}, not {self.variance!r}")
         if self.steps is None and self.variance != "small":
-            raise TrueupError(
-                "the variance of reverse steps belongs to a bound of T steps", "pass {}", Argument("steps")
-            )
+            problem = "the variance of reverse steps belongs to a bound of T steps"
+            raise TrueupError(problem, "pass {}", Argument("steps"))
         self.times = None if self.steps is None else step_times(self.denoiser.process, self.steps)
         self.levels: Levels | None = None
 
@@ -60,13 +59,15 @@ class Bound:
             self.levels = continuous_levels(process, chances)
             return
         lam = process.lam(self.times)
-        self.levels = step_levels(lam[1:], step_weight(lam[:-1], lam[1:]), chances)
+        above, lam = lam[:-1], lam[1:]
+        even = torch.full_like(lam, 1 / len(lam))
+        mass = even if chances is None else chances.mass(lam, step_weight(above, lam))
+        self.levels = Levels(lam, mass, torch.ones_like(lam), continuous=False)
 
     @torch.inference_mode()
     def __call__(self, batch: Batch, eight_bit: bool, advance: Callable[[Tensor], None]) -> dict[str, Tensor]:
         """Terms in nats of each sample, (B,), under the network as it is now, and what they cost."""
-        process = self.denoiser.process
-        on = batch.to(self.denoiser.device)
+        process, on = self.denoiser.process, batch.to(self.denoiser.device)
         last = process.t_max
         found = {
             "prior": prior(on.x0, float(process.alpha(last)), float(process.sigma(last)), process.prior_std),
@@ -109,10 +110,9 @@ class Bound:
             t = process.t_of_lam(lam).clamp(process.t_min, process.t_max)
         else:
             t = self.times[1:][cell]
-        keys = torch.arange(1, self._count + 1) + _NOISE_KEY
         total = torch.zeros(len(batch), dtype=torch.float64, device=device)
         for slot in range(self._count):
-            eps = normals(self.seed, batch.index, keys[slot : slot + 1], self.denoiser.shape, device)[0]
+            eps = normal(self.seed, batch.index, _NOISE_KEY + 1 + slot, self.denoiser.shape, device)
             eps_hat, fraction = self._predict(batch, eps, t[:, slot])
             squared = (eps_hat.double() - eps.double()).square().flatten(1)
             counts = weight[:, slot].to(device)
@@ -121,7 +121,9 @@ class Bound:
             else:
                 before = self.times[:-1][cell[:, slot]]
                 lam_s, lam_t = (process.lam(v).to(device) for v in (before, t[:, slot]))
-                ratio = self._log_ratio(before, t[:, slot]).to(device)[:, None] * fraction
+                # Log of the largest variance of a step, that of q(x_t | x_s), over the posterior's.
+                growth = 2 * (process.sigma(t[:, slot]) / process.sigma(before)).log()
+                ratio = (self.variance != "small") * growth.to(device)[:, None] * fraction
                 total += counts * step(squared, lam_s, lam_t, ratio)
             advance(torch.full((len(batch),), (slot + 1) / (self._count + 1)))
         return total
@@ -137,20 +139,9 @@ class Bound:
         if self.variance != "learned_range":
             return eps_hat, torch.ones(1, 1, dtype=torch.float64, device=eps.device)
         if not learned.shape[1]:
-            raise ModelError(
-                "this network has no learned variance",
-                "use {} or {}",
-                Argument("variance", "small"),
-                Argument("variance", "large"),
-            )
+            others = (Argument("variance", name) for name in ("small", "large"))
+            raise ModelError("this network has no learned variance", "use {} or {}", *others)
         return eps_hat, (0.5 * (learned.double() + 1)).flatten(1)
-
-    def _log_ratio(self, s: Tensor, t: Tensor) -> Tensor:
-        """Log of the largest variance of a step, that of q(x_t | x_s), over the posterior's (B,)."""
-        if self.variance == "small":
-            return torch.zeros_like(t)
-        process = self.denoiser.process
-        return 2 * (process.sigma(t).log() - process.sigma(s).log())
 
     def _decoder(self, batch: Batch, eight_bit: bool) -> Tensor:
         """-log p(x0 | the least noisy x_t) of each sample."""
@@ -161,10 +152,9 @@ class Bound:
             value = flat_decoder(math.prod(denoiser.shape), alpha, sigma)
             return torch.full((len(batch),), value, dtype=torch.float64)
         assert denoiser.data_range is not None
-        eps = normals(self.seed, batch.index, torch.tensor([_NOISE_KEY]), denoiser.shape, x0.device)[0]
-        t = torch.full((len(batch),), first, dtype=torch.float64)
+        eps = normal(self.seed, batch.index, _NOISE_KEY, denoiser.shape, x0.device)
         least, most = decoder_variances(process, self.times)
-        eps_hat, fraction = self._predict(batch, eps, t)
+        eps_hat, fraction = self._predict(batch, eps, torch.full((len(batch),), first, dtype=torch.float64))
         share = fraction if self.variance == "learned_range" else torch.zeros_like(fraction)
         variance = (math.log(least) * (1 - share) + math.log(most) * share).exp()
         std = variance.sqrt().expand(len(batch), x0[0].numel()).reshape(x0.shape)
@@ -174,13 +164,12 @@ class Bound:
 
 def step_times(process: NoiseProcess, steps: int) -> Tensor:
     """The times of a chain of so many steps, rising: whole and evenly spaced, or even in lam."""
+    most = int(process.t_max - process.t_min) + 1 if process.integer_times else math.inf
+    if not 2 <= steps <= most:
+        known = f"2 to {most}" if process.integer_times else "at least 2"
+        raise TrueupError(f"a bound of T steps of this model has {known} of them, not {steps}")
     if process.integer_times:
-        most = int(process.t_max - process.t_min) + 1
-        if not 2 <= steps <= most:
-            raise TrueupError(f"a bound of T steps of this model has 2 to {most} of them, not {steps}")
         return torch.linspace(process.t_min, process.t_max, steps, dtype=torch.float64).round()
-    if steps < 2:
-        raise TrueupError(f"a bound of T steps has at least 2 of them, not {steps}")
     top, bottom = (float(process.lam(t)) for t in (process.t_min, process.t_max))
     times = process.t_of_lam(torch.linspace(top, bottom, steps, dtype=torch.float64))
     return times.clamp(process.t_min, process.t_max)

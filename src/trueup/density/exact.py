@@ -15,13 +15,12 @@ from torch import Tensor
 from trueup.calibration import Calibration
 from trueup.denoiser import Denoiser
 from trueup.density.bound import decoder_variances
-from trueup.density.flow import Divergence, as_fed, dequantization_noise, follow, full_precision
+from trueup.density.flow import Divergence, as_fed, follow, full_precision
 from trueup.density.ode import Failure
 from trueup.density.terms import discrete_decoder
 from trueup.errors import ModelError, TrueupError
 from trueup.images import Batch
-from trueup.noise import normals
-from trueup.process import NoiseProcess
+from trueup.noise import mix, normal
 
 STARTS = ("data", "noise")
 TOLERANCE = 1e-4
@@ -55,47 +54,50 @@ class Exact:
         probes = f"{self.divergence.probes} {kind} probe{'s' * (self.divergence.probes > 1)}"
         trace = "exact trace" if kind == "exact" else f"Hutchinson's trace with {probes}"
         at = "the image itself" if self.start == "data" else "the image with that level's noise"
-        return (
-            f"probability flow, Dormand-Prince 5(4), tolerance {self.tolerance:g}; {trace}; from "
-            f"t = {process.t_min:.4g} at {at} to {process.t_max:.4g}"
-        )
+        way = f"from t = {process.t_min:.4g} at {at} to {process.t_max:.4g}"
+        return f"probability flow, Dormand-Prince 5(4), tolerance {self.tolerance:g}; {trace}; {way}"
 
     def __call__(self, batch: Batch, eight_bit: bool, advance: Callable[[Tensor], None]) -> dict[str, Tensor]:
         """Negative log-likelihoods in nats, (B,), under the network as it is now, and what they cost."""
-        denoiser, process = self.denoiser, self.denoiser.process
-        on = batch.to(denoiser.device)
+        denoiser, on = self.denoiser, batch.to(self.denoiser.device)
         if denoiser.takes_whole_times_only(on.y):
-            raise ModelError(
-                "the probability flow needs times between the timesteps, and this network knows whole ones "
-                "only: use the bound"
+            problem = (
+                "the probability flow needs times between the timesteps, and this network knows whole ones"
             )
+            raise ModelError(f"{problem} only: use the bound")
         probes = self.divergence.vectors(batch.index, denoiser.shape, denoiser.device)
         y, constant = self._start(on, eight_bit)
         try:
             with full_precision():
-                traced = follow(denoiser, y, on.y, probes, self.tolerance, advance)
+                log_density, bias, made = follow(denoiser, y, on.y, probes, self.tolerance, advance)
                 decoded = self._decode(on, y, eight_bit)
         except Failure as failure:
-            where = f"image {int(batch.index[failure.row])}"
-            raise _failed(failure, where, process, self.tolerance) from None
-        decoding = float(eight_bit and self.start == "noise")
-        found = {
-            "total": constant - traced.log_density + decoded,
-            "bias": traced.start_bias,
-            "evaluations": traced.evaluations + decoding,
-        }
+            row, lam, best = failure.args
+            t = float(denoiser.process.t_of_lam(lam))
+            where = f"at t = {t:.4g} on the path of image {int(batch.index[row])}"
+            if math.isnan(best):
+                raise ModelError(f"the network returned values that are not finite {where}") from None
+            advice = f"ask for {best:.1g} or more" if best < 0.1 else "use the bound"
+            reached = f"{where} the best reached in steps worth taking is {best:.1g}"
+            raise ModelError(
+                f"a tolerance of {self.tolerance:g} cannot be met: {reached}: {advice}"
+            ) from None
+        made = made + float(eight_bit and self.start == "noise")  # the decoder's
+        found = {"total": constant - log_density + decoded, "bias": bias, "evaluations": made}
         return {name: values.cpu().double() for name, values in found.items()}
 
     def _start(self, batch: Batch, eight_bit: bool) -> tuple[Tensor, Tensor]:
         """y at the least noise, and what of the negative log-likelihood does not depend on the network."""
         denoiser, process, size = self.denoiser, self.denoiser.process, batch.x0[0].numel()
         alpha, sigma = (float(v) for v in (process.alpha(process.t_min), process.sigma(process.t_min)))
-        rho = math.hypot(alpha, sigma)
-        x0 = batch.x0.double()
+        rho, x0 = math.hypot(alpha, sigma), batch.x0.double()
+
+        def noise(key: int) -> Tensor:
+            return normal(self.seed, batch.index, key, denoiser.shape, x0.device).double()
+
         constant = torch.zeros(len(x0), dtype=torch.float64, device=x0.device)
         if self.start == "noise":
-            key = torch.tensor([_START_KEY])
-            eps = normals(self.seed, batch.index, key, denoiser.shape, x0.device)[0].double()
+            eps = noise(_START_KEY)
             # -log p(x0) <= E[-log p(z) + log q(z | x0) - log p(x0 | z)], z = alpha x0 + sigma eps
             constant += size * math.log(rho)  # from y to z
             if eight_bit:
@@ -108,7 +110,8 @@ class Exact:
         if eight_bit:
             assert denoiser.data_range is not None
             width = (denoiser.data_range[1] - denoiser.data_range[0]) / 255
-            x0 = x0 + width * dequantization_noise(self.seed, batch.index, denoiser.shape, x0.device)
+            uniform = torch.special.ndtr(noise(mix(self.seed) >> 2 | 1))
+            x0 = x0 + width * (uniform - 0.5)
             constant -= size * math.log(width)
         return x0 * (alpha / rho), constant
 
@@ -124,17 +127,3 @@ class Exact:
         mean = denoiser.parametrization.to_x0(output, z.to(output), *process.scales(t, output))
         std = math.sqrt(decoder_variances(process)[0])
         return discrete_decoder(batch.x0, mean, std, denoiser.data_range)
-
-
-def _failed(failure: Failure, name: str, process: NoiseProcess, tolerance: float) -> ModelError:
-    """A failed integration in words."""
-    t = float(process.t_of_lam(failure.time))
-    if math.isnan(failure.best):
-        return ModelError(
-            f"the network returned values that are not finite at t = {t:.4g} on the path of {name}"
-        )
-    advice = f"ask for {failure.best:.1g} or more" if failure.best < 0.1 else "use the bound"
-    return ModelError(
-        f"a tolerance of {tolerance:g} cannot be met: at t = {t:.4g} on the path of {name} the best reached "
-        f"in steps worth taking is {failure.best:.1g}: {advice}"
-    )

@@ -19,7 +19,7 @@ from trueup.denoiser import Denoiser
 from trueup.denoiser.memory import out_of_memory
 from trueup.density.ode import solve
 from trueup.errors import ModelError, TrueupError
-from trueup.noise import mix, normals
+from trueup.noise import normals
 from trueup.process import NoiseProcess
 
 TRACES = ("rademacher", "gaussian", "exact")
@@ -61,15 +61,13 @@ def with_divergence(
         output = function(x)
         if not output.requires_grad:
             raise ModelError("this network cannot be differentiated in its input: use the bound")
-        if probes is not None:
-            total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-            for i, probe in enumerate(probes):
-                (product,) = torch.autograd.grad(
-                    output, x, probe.to(output), retain_graph=i + 1 < len(probes)
-                )
-                total += (product.double() * probe.double()).flatten(1).sum(1)
-            return output.detach(), total / len(probes)
-        return output.detach(), _trace(output, x)
+        if probes is None:
+            return output.detach(), _trace(output, x)
+        total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+        for left, probe in zip(reversed(range(len(probes))), probes, strict=True):
+            (product,) = torch.autograd.grad(output, x, probe.to(output), retain_graph=left > 0)
+            total += (product.double() * probe.double()).flatten(1).sum(1)
+        return output.detach(), total / len(probes)
 
 
 def _trace(output: Tensor, x: Tensor) -> Tensor:
@@ -93,15 +91,6 @@ def _trace(output: Tensor, x: Tensor) -> Tensor:
     return trace
 
 
-@dataclass
-class Traced:
-    """What following the flow of a batch gave, (B,) each, in nats."""
-
-    log_density: Tensor  # of y at the least noise
-    start_bias: Tensor  # first order: -log p of clean data less that at t_min
-    evaluations: Tensor
-
-
 def follow(
     denoiser: Denoiser,
     y: Tensor,
@@ -109,12 +98,16 @@ def follow(
     probes: Tensor | None,
     tolerance: float,
     advance: Callable[[Tensor], None] | None = None,
-) -> Traced:
-    """log p of y (B, *shape) at the process's least noise, by its path to the prior."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log p of y (B, *shape) at the process's least noise in nats, (B,), by its path to the prior.
+
+    With it the bias of starting there (first order: -log p of clean data less that at t_min), and the
+    evaluations it took.
+    """
     process, shape = denoiser.process, denoiser.shape
     size = math.prod(shape)
-    top, bottom = (float(process.lam(t)) for t in (process.t_min, process.t_max))
-    seen: dict[str, Tensor] = {}
+    ends = process.lam(torch.tensor([process.t_min, process.t_max], dtype=torch.float64))
+    seen: list[Tensor] = []
 
     def field(flat: Tensor, lam: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         t, scale, share = coordinates(process, lam)
@@ -129,24 +122,19 @@ def follow(
 
         x_t = as_fed(denoiser, (flat * scale[:, None]).reshape(-1, *shape))
         eps, spread = with_divergence(eps_of, x_t, None if probes is None else probes[:, rows])
-        spread = spread.double() * scale  # of eps in y
-        slope = share[:, None] * (share[:, None] * flat - eps.flatten(1).double())
-        growth = share * (share * size - spread)
-        if "eps" not in seen:
-            seen["eps"], seen["spread"] = eps.flatten(1).double(), spread
-        return slope, growth / size
+        eps, spread = eps.flatten(1).double(), spread * scale  # of eps in y
+        if not seen:
+            # log p_tmin - log p_0, to first order in the noise's variance: the heat equation (49).
+            seen.append(0.5 * (eps.square().sum(1) - share * spread))
+        slope = share[:, None] * (share[:, None] * flat - eps)
+        return slope, share * (share * size - spread) / size
 
-    solution = solve(field, y.flatten(1).double(), top, bottom, tolerance, advance)
-    last = process.t_max
-    rho = math.sqrt(float(process.alpha(last)) ** 2 + float(process.sigma(last)) ** 2)
-    std = process.prior_std / rho
-    at_prior = -0.5 * (solution.x / std).square().sum(1) - size * (
-        math.log(std) + 0.5 * math.log(2 * math.pi)
-    )
-    _, _, share = coordinates(process, torch.tensor([top], dtype=torch.float64))
-    # log p_tmin - log p_0, to first order in the noise's variance: the heat equation (49).
-    bias = 0.5 * (seen["eps"].square().sum(1) - share.to(seen["spread"]) * seen["spread"])
-    return Traced(at_prior + size * solution.extra, bias, solution.evaluations)
+    top, bottom = ends.tolist()
+    x, extra, evaluations = solve(field, y.flatten(1).double(), top, bottom, tolerance, advance)
+    _, scales, _ = coordinates(process, ends)
+    std = process.prior_std / float(scales[1])
+    at_prior = -0.5 * ((x / std).square().sum(1) + size * math.log(2 * math.pi * std**2))
+    return at_prior + size * extra, seen[0], evaluations
 
 
 def as_fed(denoiser: Denoiser, x_t: Tensor) -> Tensor:
@@ -177,9 +165,3 @@ def full_precision() -> Any:
     finally:
         for place, value in zip(places, before, strict=True):
             setattr(place, name, value)
-
-
-def dequantization_noise(seed: int, index: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Uniform noise in (-1/2, 1/2) that belongs to the sample, (B, *shape)."""
-    z = normals(seed, index, torch.tensor([mix(seed) >> 2 | 1]), shape, device)[0]
-    return torch.special.ndtr(z.double()) - 0.5

@@ -90,9 +90,7 @@ class Levels:
         """
         first = mix(seed ^ 0x6C6576656C73) / 2.0**64
         offset = (first + index.double().cpu() * _GOLDEN) % 1.0
-        position = (
-            torch.arange(count, dtype=torch.float64) + offset[:, None]
-        ) / count  # (B, count) in [0, 1)
+        position = (torch.arange(count) + offset[:, None]) / count  # (B, count) in [0, 1)
         ends = self.mass.cumsum(0)
         cell = torch.searchsorted(ends, position.contiguous(), right=True).clamp_max(len(ends) - 1)
         weight = self.width[cell] / self.mass[cell] / count
@@ -107,16 +105,9 @@ def continuous_levels(process: NoiseProcess, chances: Chances | None) -> Levels:
     """All of a process's lam, drawn as `chances` say, or as often as uniform times have it."""
     top, bottom = float(process.lam(process.t_min)), float(process.lam(process.t_max))
     edges = torch.linspace(top, bottom, _NODES + 1, dtype=torch.float64)
-    lam, width = 0.5 * (edges[1:] + edges[:-1]), torch.full((_NODES,), (top - bottom) / _NODES)
+    lam = 0.5 * (edges[1:] + edges[:-1])
+    width = torch.full_like(lam, (top - bottom) / _NODES)
     if chances is None:
-        mass = process.t_of_lam(edges).clamp(process.t_min, process.t_max).diff()
-        mass = mass / mass.sum()
-    else:
-        mass = chances.mass(lam, width.double())
-    return Levels(lam, mass, width.double(), continuous=True)
-
-
-def step_levels(lam: Tensor, weight: Tensor, chances: Chances | None) -> Levels:
-    """The steps of a bound of T steps, (T - 1,), each with the weight of its loss; or drawn all alike."""
-    mass = torch.full_like(lam, 1 / len(lam)) if chances is None else chances.mass(lam, weight)
-    return Levels(lam, mass, torch.ones_like(lam), continuous=False)
+        spans = process.t_of_lam(edges).clamp(process.t_min, process.t_max).diff()
+        return Levels(lam, spans / spans.sum(), width, continuous=True)
+    return Levels(lam, chances.mass(lam, width), width, continuous=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,23 +39,10 @@ Field = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Failure(Exception):
-    """A row that could not be integrated: how far it got, and the error that steps worth taking had.
+    """(row, time, best): what could not be integrated, how far it got, and the error of steps worth taking.
 
     `best` is nan where values are not finite.
     """
-
-    def __init__(self, row: int, time: float, best: float):
-        super().__init__(f"row {row} at {time:g}")
-        self.row, self.time, self.best = row, time, best
-
-
-@dataclass
-class Solution:
-    """Where rows end, and what it took."""
-
-    x: Tensor  # (B, d)
-    extra: Tensor  # (B,)
-    evaluations: Tensor  # (B,) of the field, rejected steps included
 
 
 def solve(
@@ -66,20 +52,20 @@ def solve(
     end: float,
     tolerance: float,
     advance: Callable[[Tensor], None] | None = None,
-) -> Solution:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Integrate (x, extra) from `start` to `end`, extra from 0, to a relative and absolute tolerance.
 
     `field(x, time, rows)` gets the rows that are still going. The error of a step is that of x in root mean
-    square, or that of extra if larger; `advance` is told how far along rows are, 0 to 1.
+    square, or that of extra if larger; `advance` is told how far along rows are, 0 to 1. Returns x (B, d) and
+    extra (B,) at the end, and evaluations (B,) of the field, rejected steps included.
 
     >>> exact = lambda x, time, rows: (-x, x[:, 0])
-    >>> ends = solve(exact, torch.ones(1, 1, dtype=torch.float64), 0.0, 1.0, 1e-9)
-    >>> bool((ends.x - math.exp(-1)).abs() < 1e-9), bool((ends.extra - (1 - math.exp(-1))).abs() < 1e-9)
+    >>> x, extra, _ = solve(exact, torch.ones(1, 1, dtype=torch.float64), 0.0, 1.0, 1e-9)
+    >>> bool((x - math.exp(-1)).abs() < 1e-9), bool((extra - (1 - math.exp(-1))).abs() < 1e-9)
     (True, True)
     """
     count, span, device = len(x), end - start, x.device
-    x = x.clone()
-    extra = x.new_zeros(count)
+    z = torch.cat([x, x.new_zeros(count, 1)], 1)  # extra is one more column
     done = x.new_zeros(count)  # share of the interval
     h = torch.full_like(done, _FIRST)
     rejected = torch.zeros_like(done)  # steps worth taking that were not, and the log of their errors, summed
@@ -87,25 +73,21 @@ def solve(
     evaluations = torch.zeros(count, dtype=torch.int64, device=device)
     rows = torch.arange(count, device=device)
 
-    def slopes(x: Tensor, share: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        dx, de = field(x, start + span * share, rows)
+    def slopes(z: Tensor, share: Tensor, rows: Tensor) -> Tensor:
+        dx, de = field(z[:, :-1], start + span * share, rows)
         evaluations[rows] += 1
-        return span * dx.to(x), span * de.to(x)
+        return span * torch.cat([dx.to(z), de.to(z)[:, None]], 1)
 
-    first = slopes(x, done, rows)  # of the coming step of every row in `rows`
+    first = slopes(z, done, rows)  # of the coming step of every row in `rows`
     for attempt in range(1, _MOST + 1):
         step = torch.minimum(h[rows], 1 - done[rows])
         ks = [first]
         for node, weights in zip(_NODES[1:], _STAGES[1:], strict=True):
-            at = x[rows] + step[:, None] * _combine(weights, [k[0] for k in ks])
+            at = z[rows] + step[:, None] * _combine(weights, ks)
             ks.append(slopes(at, done[rows] + node * step, rows))
-        x_new = at  # the last stage is the step itself
-        e_new = extra[rows] + step * _combine(_FIFTH, [k[1] for k in ks])
-        error_x = (step[:, None] * _combine(_ERROR, [k[0] for k in ks])).abs()
-        error_e = (step * _combine(_ERROR, [k[1] for k in ks])).abs()
-        scale_x = 1 + torch.maximum(x[rows].abs(), x_new.abs())
-        scale_e = 1 + torch.maximum(extra[rows].abs(), e_new.abs())
-        error = torch.maximum((error_x / scale_x).square().mean(1).sqrt(), error_e / scale_e)
+        # The last stage is the step itself.
+        errors = step[:, None] * _combine(_ERROR, ks) / (1 + torch.maximum(z[rows].abs(), at.abs()))
+        error = torch.maximum(errors[:, :-1].square().mean(1).sqrt(), errors[:, -1].abs())
         if not torch.isfinite(error).all():
             bad = int((~torch.isfinite(error)).nonzero()[0])
             raise Failure(int(rows[bad]), start + span * float(done[rows[bad]]), math.nan)
@@ -116,7 +98,7 @@ def solve(
         rejected[rows] += wanted.to(done)
         missed[rows] += torch.where(wanted, error.log(), torch.zeros_like(error))
         taken = rows[accepted]
-        x[taken], extra[taken] = x_new[accepted], e_new[accepted]
+        z[taken] = at[accepted]
         done[taken] = torch.where(step[accepted] >= 1 - done[taken], 1.0, done[taken] + step[accepted])
         # A last step cut short by the end says nothing about the next; there is none.
         h[rows] = torch.where(accepted, step * factor, step * factor.clamp_max(1.0))
@@ -128,15 +110,11 @@ def solve(
             row = int(rows[stuck][0])
             typical = math.exp(float(missed[row] / rejected[row].clamp_min(1)))
             raise Failure(row, start + span * float(done[row]), typical)
-        first = tuple(  # type: ignore[assignment]
-            torch.where(accepted.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-            for new, old in zip(ks[-1], first, strict=True)
-        )
         going = done[rows] < 1
-        if not going.all():
-            rows, first = rows[going], (first[0][going], first[1][going])
+        first = torch.where(accepted[:, None], ks[-1], first)[going]
+        rows = rows[going]
         if not len(rows):
-            return Solution(x, extra, evaluations)
+            return z[:, :-1], z[:, -1], evaluations
     raise AssertionError("a row that is never stuck arrives")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from typing import Any
 
@@ -14,7 +14,7 @@ from trueup.denoiser import Denoiser
 from trueup.errors import Argument, DataError, ModelError
 from trueup.estimate.measuring import NEEDS_LABELS
 from trueup.hf import as_denoiser
-from trueup.images import Batch, Samples
+from trueup.images import Batch, Samples, open_images
 
 SIDES = ("before", "after")
 
@@ -22,64 +22,55 @@ SIDES = ("before", "after")
 class Sides:
     """A network as it is and with a calibration on it: each side is the network itself, really run.
 
-    The calibration is put on once, for the length of a `with` block; `on("before")` lifts it for a while.
+    The calibration is put on once, within `with sides.attached:`; `on("before")` lifts it for a while.
     """
 
     def __init__(self, model: Any, calibration: Calibration | str | PathLike[str] | None):
         with torch.inference_mode(False):  # its weights take part in derivatives
             self.denoiser: Denoiser = as_denoiser(model)
         if self.denoiser.device.type == "mps":
-            raise ModelError(
-                "likelihoods need double precision, which mps lacks", "pass {}", Argument("device", "cpu")
-            )
+            problem = "likelihoods need double precision, which mps lacks"
+            raise ModelError(problem, "pass {}", Argument("device", "cpu"))
         if self.denoiser.corrected:
             raise ModelError("a calibration is attached to this model: remove it first, and pass it here")
         self.calibration = None if calibration is None else as_calibration(calibration)
         self.names = SIDES[: 1 if calibration is None else 2]
-        self._attachment = None
+        self.attached: Attachment | nullcontext[None] = nullcontext()
         if self.calibration is not None:
-            self._attachment = Attachment(self.denoiser, self.calibration)  # or say now that it does not fit
+            self.attached = Attachment(self.denoiser, self.calibration)  # or say now that it does not fit
+        self.notes: list[str] = []
+        self.without: set[int] = set()  # digests of images to be left out
 
-    def __enter__(self) -> Sides:
-        if self._attachment is not None:
-            self._attachment.put_on()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._attachment is not None:
-            self._attachment.remove()
-
-    @contextmanager
-    def on(self, name: str) -> Iterator[None]:
+    def on(self, name: str) -> AbstractContextManager[None]:
         """The network as this side has it."""
-        with nullcontext() if name == "after" else self.denoiser.bare():
-            yield
+        return nullcontext() if name == "after" else self.denoiser.bare()
 
+    def open(self, data: Any, count: int, *, exact: bool = False) -> Samples:
+        """Images, less those that the calibration was made from; all of them if nothing else is left."""
+        self.samples = samples = open_images(data, self.denoiser, count=count, exact=exact)
+        if self.calibration is None or self.calibration.generated:
+            return samples
+        self.without, note = set(self.calibration.data_digests.tolist()), None
+        if not self.without:
+            note = "the calibration does not say which images it was made from: some may be among these"
+        elif samples.indexed and next(samples.batches(1, without=self.without), None) is None:
+            note = "the calibration was made from these very images: use others for an honest difference"
+            self.without = set()
+        self.notes += [] if note is None else [note]
+        samples.held_back = 0  # they are met again
+        samples.skipped.clear()
+        return samples
 
-def unused(calibration: Calibration | None, samples: Samples, notes: list[str]) -> set[int]:
-    """Digests of images that a calibration was made from, to be left out; none if nothing else is left."""
-    if calibration is None or calibration.generated:
-        return set()
-    made_from = set(calibration.data_digests.tolist())
-    if not made_from:
-        notes.append("the calibration does not say which images it was made from: some may be among these")
-    elif samples.indexed and next(samples.batches(1, without=made_from), None) is None:
-        notes.append("the calibration was made from these very images: use others for an honest difference")
-        made_from = set()
-    samples.held_back = 0  # they are met again
-    samples.skipped.clear()
-    return made_from
-
-
-def passed_over(samples: Samples, notes: list[str]) -> None:
-    """Say which images were not looked at."""
-    if samples.held_back:
-        notes.append(f"{samples.held_back} images made the calibration and are passed over")
-    if samples.skipped:
-        notes.append(f"{len(samples.skipped)} images left out: {'; '.join(samples.skipped[:3])}")
-
-
-def check_labelled(denoiser: Denoiser, batch: Batch) -> None:
-    """Raise unless a conditional network gets its labels."""
-    if denoiser.conditional and batch.y is None:
-        raise DataError(NEEDS_LABELS)
+    def batches(self, size: int, *, unique: bool = False) -> Iterator[Batch]:
+        """The images, with labels where the network needs them; what was passed over is noted at the end."""
+        samples, batch = self.samples, None
+        for batch in samples.batches(size, without=self.without, unique=unique):
+            if self.denoiser.conditional and batch.y is None:
+                raise DataError(NEEDS_LABELS)
+            yield batch
+        if batch is None:
+            raise DataError(f"{samples.name} holds no samples that can be used")
+        if samples.held_back:
+            self.notes.append(f"{samples.held_back} images made the calibration and are passed over")
+        if samples.skipped:
+            self.notes.append(f"{len(samples.skipped)} images left out: {'; '.join(samples.skipped[:3])}")

@@ -36,40 +36,42 @@ class Likelihood:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.before = self._total(0)
-        self.after = self._total(1) if self.calibrated else None
+        afters = [after for _, after in self.terms.values() if after is not None]
+        self.before = torch.stack([before for before, _ in self.terms.values()]).sum(0)
+        self.after = torch.stack(afters).sum(0) if afters else None
 
     def __repr__(self) -> str:
         change = self.difference()
         after = "" if change is None else f", calibrated {told(change)}"
         return f"<{self.method} of {len(self.index)} images: {_fixed(self.mean())} bits/dim{after}>"
 
-    @property
-    def calibrated(self) -> bool:
-        """Whether there is an after."""
-        return all(after is not None for _, after in self.terms.values())
-
-    def _total(self, side: int) -> Tensor:
-        return torch.stack([pair[side] for pair in self.terms.values()]).sum(0)  # type: ignore[misc]
-
     def bits_per_dim(self, nats: Tensor) -> Tensor:
         """Nats per image as bits per dimension."""
         return nats / (self.dimensions * math.log(2))
 
+    def numbers(self, term: str | None = None) -> dict[str, Number]:
+        """Means in bits/dim, of a term or of the total: before; with a calibration after and difference."""
+        before, after = (self.before, self.after) if term is None else self.terms[term]
+        shown = {"before": before}
+        if after is not None:
+            shown |= {"after": after, "difference": after - before}
+        return {name: Number.mean(self.bits_per_dim(nats)) for name, nats in shown.items()}
+
     def mean(self, after: bool = False) -> Number:
         """The mean in bits/dim."""
-        values = self.after if after else self.before
-        if values is None:
+        if after and self.after is None:
             raise ValueError("there is no calibration to have an after")
-        return Number.mean(self.bits_per_dim(values))
+        return self.numbers()["after" if after else "before"]
 
     def difference(self, term: str | None = None) -> Number | None:
         """After less before in bits/dim, image by image; None without a calibration."""
-        if not self.calibrated or self.after is None:
+        return self.numbers(term).get("difference")
+
+    def bias(self) -> list[float] | None:
+        """What starting at the least noise leaves out in bits/dim, before and after; see `start_bias`."""
+        if self.start_bias is None:
             return None
-        before, after = (self.before, self.after) if term is None else self.terms[term]
-        assert after is not None
-        return Number.mean(self.bits_per_dim(after - before))
+        return [float(self.bits_per_dim(nats).mean()) for nats in self.start_bias if nats is not None]
 
     def agreement(self) -> str | None:
         """Whether the bound moved by what the calibration said it would (equation 26), in words."""
@@ -90,78 +92,54 @@ class Likelihood:
         unit = "bits/dim" if self.discrete else "bits/dim of a density, which may be negative"
         count = len(self.index)
         kind = "negative log-likelihood by the probability flow" if self.method == "ode" else _BOUND
-        lines = [
-            f"{kind}, {unit}, {count:,} image{'s' * (count != 1)}; less is better",
-            f"  {self.description}",
-        ]
+        lines = [f"{kind}, {unit}, {count:,} image{'s' * (count != 1)}; less is better"]
         head = f"  {'':12} {'uncalibrated':>20}"
-        lines.append(head + (f" {'calibrated':>20}   difference, 95% interval" if self.calibrated else ""))
+        head += "" if self.after is None else f" {'calibrated':>20}   difference, 95% interval"
+        lines += [f"  {self.description}", head]
         names: list[str | None] = [*self.terms] if len(self.terms) > 1 else []
         for name in [*names, None]:
-            before, after = (self.before, self.after) if name is None else self.terms[name]
-            line = f"  {name or 'total':12} {_fixed(Number.mean(self.bits_per_dim(before))):>20}"
-            change = self.difference(name)
-            if after is not None and change is not None:
-                line += f" {_fixed(Number.mean(self.bits_per_dim(after))):>20}   {told(change)}"
+            found = self.numbers(name)
+            line = f"  {name or 'total':12} {_fixed(found['before']):>20}"
+            if len(found) > 1:
+                line += f" {_fixed(found['after']):>20}   {told(found['difference'])}"
             lines.append(line)
-        if self.start_bias is not None:
-            lines.append(self._bias_line())
-        agreement = self.agreement()
-        if agreement is not None:
-            lines.append(f"  {agreement}")
+        bias = self.bias()
+        if bias is not None:
+            left_out = " and ".join(f"{value:+.4f}" for value in bias)
+            start = "starting at the least noise the model knows instead of at none"
+            lines.append(f"  {start}: {left_out} bits/dim left out, to first order")
+        lines += [f"  {words}" for words in [self.agreement()] if words is not None]
         made = " and calibrated ".join(f"{number:.4g}" for number in self.evaluations)
         lines.append(f"  evaluations of the network per image: {made}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
-    def _bias_line(self) -> str:
-        assert self.start_bias is not None
-        values = [float(self.bits_per_dim(v).mean()) for v in self.start_bias if v is not None]
-        shown = " and ".join(f"{value:+.4f}" for value in values)
-        return (
-            f"  starting at the least noise the model knows instead of at none: {shown} bits/dim left out, "
-            "to first order"
-        )
-
     def as_json(self) -> dict[str, Any]:
         """Plain values; what is not known is null."""
 
-        def rows(name: str | None) -> dict[str, Any]:
-            pair = (self.before, self.after) if name is None else self.terms[name]
-            numbers = [None if v is None else Number.mean(self.bits_per_dim(v)) for v in pair]
-            named = zip(("before", "after", "difference"), [*numbers, self.difference(name)], strict=True)
-            return {key: number.as_json() for key, number in named if number is not None}
+        def rows(term: str | None) -> dict[str, Any]:
+            return {name: number.as_json() for name, number in self.numbers(term).items()}
 
         sides = {"before": self.before} | ({} if self.after is None else {"after": self.after})
         bits = {name: self.bits_per_dim(nats).tolist() for name, nats in sides.items()}
-        images = [
-            {"index": index, **{name: _number(values[row]) for name, values in bits.items()}}
-            for row, index in enumerate(self.index)
-        ]
-        bias = None
-        if self.start_bias is not None:
-            bias = [_number(float(self.bits_per_dim(v).mean())) for v in self.start_bias if v is not None]
+        bias, plain = self.bias(), ("method", "description", "dimensions", "evaluations", "settings", "notes")
         return {
-            "method": self.method,
-            "description": self.description,
+            **{name: getattr(self, name) for name in plain},
             "unit": "bits/dim",
             "of": "probability of 8-bit values" if self.discrete else "density",
             "images": len(self.index),
-            "dimensions": self.dimensions,
             "total": rows(None),
             "terms": {name: rows(name) for name in self.terms},
-            "start_bias": bias,
+            "start_bias": None if bias is None else [_number(value) for value in bias],
             "agreement": self.agreement(),
-            "evaluations": self.evaluations,
-            "settings": self.settings,
-            "notes": self.notes,
-            "per_image": images,
+            "per_image": [
+                {"index": index, **{name: _number(values[row]) for name, values in bits.items()}}
+                for row, index in enumerate(self.index)
+            ],
         }
 
 
 def _fixed(number: Number) -> str:
-    if math.isnan(number.low):
-        return f"{number.value:.4f}"
-    return f"{number.value:.4f} ± {number.reach:.2g}"
+    return f"{number.value:.4f}" + ("" if math.isnan(number.low) else f" ± {number.reach:.2g}")
 
 
 def _number(value: float) -> float | None:

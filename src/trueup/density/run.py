@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ from trueup.denoiser import Denoiser, in_parts
 from trueup.density.bound import VARIANCES, Bound
 from trueup.density.exact import TOLERANCE, Exact
 from trueup.density.flow import Divergence
-from trueup.density.opening import Sides, check_labelled, passed_over, unused
+from trueup.density.opening import Sides
 from trueup.density.result import Likelihood
 from trueup.errors import Argument, DataError, ModelError, TrueupError
-from trueup.images import Batch, Samples, open_images
+from trueup.images import Batch, open_images
 from trueup.noise import hashed
 from trueup.progress import Progress
 from trueup.sampling.store import Kept
@@ -69,16 +69,13 @@ def likelihood(
     sides = Sides(model, calibration)
     denoiser = sides.denoiser
     how: Bound | Exact
-    options: dict[str, Any]
     if method == "bound":
         how = Bound(denoiser, steps, variance or _variance(denoiser, steps), draws, importance, seed)
-        options = {"steps": steps, "draws": draws, "importance": importance}
+        options: dict[str, Any] = {"steps": steps, "draws": draws, "importance": importance}
     else:
         how = Exact(denoiser, Divergence(trace, probes, seed), tolerance, start, seed)
         options = {"tolerance": tolerance, "trace": trace, "probes": probes, "start": start}
-    samples = open_images(data, denoiser, count=IMAGES[method], exact=True)
-    notes: list[str] = []
-    without = unused(sides.calibration, samples, notes)
+    samples, notes = sides.open(data, IMAGES[method], exact=True), sides.notes
     settings = {
         **denoiser.identity(),
         "method": method,
@@ -89,11 +86,8 @@ def likelihood(
         "way of reading images": samples.images.transform(),
     }
     kept = None if run is None else Kept(Path(run), settings, force=force)
-    with denoiser.evaluating(), torch.inference_mode(False), sides:
-        rows = _collect(sides, samples, without, how, kept, progress)
-    if not len(rows["sample"]):
-        raise DataError(f"{samples.name} holds no samples to measure the likelihood of")
-    passed_over(samples, notes)
+    with denoiser.evaluating(), torch.inference_mode(False), sides.attached:
+        rows = _collect(sides, how, kept, progress)
     asked = samples.images.count
     if samples.images is data and asked is not None and len(rows["sample"]) < asked:
         notes.append(f"there are no more than {len(rows['sample'])} images, {asked} were asked for")
@@ -101,11 +95,8 @@ def likelihood(
         notes.append("the likelihood is that of the images as they were resized")
     discrete = bool(rows["eight_bit"][0])
     if not discrete:
-        notes.append(
-            "floating point data: bits/dim are of a density in the model's own range, and do not compare "
-            "with those of 8-bit images"
-        )
-    biased = method == "ode" and start == "data"
+        own = "floating point data: bits/dim are of a density in the model's own range"
+        notes.append(f"{own}, and do not compare with those of 8-bit images")
     return Likelihood(
         method=method,
         description=how.describe(),
@@ -115,7 +106,7 @@ def likelihood(
         terms={name: _pair(rows, name) for name in how.terms},
         settings=settings,
         evaluations=[float(rows[f"evaluations_{side}"].mean()) for side in sides.names],
-        start_bias=_pair(rows, "bias") if biased else None,
+        start_bias=_pair(rows, "bias") if (method, start) == ("ode", "data") else None,
         promised=_promise(sides.calibration) if method == "bound" and steps is None else None,
         notes=notes,
     )
@@ -143,90 +134,74 @@ def _variance(denoiser: Denoiser, steps: int | None) -> str:
     named = str((denoiser.scheduler_config or {}).get("variance_type") or "fixed_small")
     found = named.removeprefix("fixed_").removesuffix("_log")
     if found not in VARIANCES:
-        raise ModelError(
-            f"reverse variances of type {named!r} are not known", "pass {}", Argument("variance", "small")
-        )
+        problem = f"reverse variances of type {named!r} are not known"
+        raise ModelError(problem, "pass {}", Argument("variance", "small"))
     return found
 
 
-def _collect(
-    sides: Sides,
-    samples: Samples,
-    without: set[int],
-    how: Bound | Exact,
-    kept: Kept | None,
-    progress: bool | None,
-) -> dict[str, Tensor]:
+def _collect(sides: Sides, how: Bound | Exact, kept: Kept | None, progress: bool | None) -> dict[str, Tensor]:
     """What every image came out as, {name: (N,)}; what was kept before is not made again."""
-    denoiser, expected = sides.denoiser, samples.expected()
+    samples, expected = sides.samples, sides.samples.expected()
     parts: list[dict[str, Tensor]] = []
     done = 0 if kept is None else kept.done
     done = done if expected is None else min(done, expected)
-    seen = 0
-    at_once: int | None = denoiser.batch_size
-    size = (
-        denoiser.batch_size if samples.indexed else max(denoiser.batch_size, _LOOKED_AT)
-    )  # a stream's first must be at hand at once
+    seen, at_once = 0, sides.denoiser.batch_size
+    fitting: int | None = at_once
+    size = at_once if samples.indexed else max(at_once, _LOOKED_AT)  # a stream's first must be at hand
     with Progress(expected, "likelihood", unit="image", done=done, show=progress) as bar:
-        if samples.indexed:
-            how.prepare(_to_look_at(samples, denoiser, without), sides.calibration)
-        for batch in samples.batches(size, without=without):
-            check_labelled(denoiser, batch)
-            if seen == 0 and not samples.indexed:
-                how.prepare(batch.x0[:_LOOKED_AT], sides.calibration)
+        for batch in sides.batches(size):
+            if seen == 0:
+                how.prepare(_to_look_at(sides, batch), sides.calibration)
             skip = min(max(0, done - seen), len(batch))
             if kept is not None and skip:
                 _check_same(kept.tensors(seen + skip)["digest"][seen:], batch, samples.name, kept)
             seen += len(batch)
             if skip == len(batch):
                 continue
-            part, eight_bit = batch.rows(slice(skip, None)), bool(samples.eight_bit)
-            made, at_once = in_parts(_work(sides, how, part, eight_bit, bar), len(part), at_once)
-            rows = {name: torch.cat([each[name] for each in made]) for name in made[0]}
-            rows["sample"], rows["digest"] = part.index, _digests(part)
-            rows["eight_bit"] = torch.full((len(part),), float(eight_bit))
+            rest, eight_bit = batch.rows(slice(skip, None)), bool(samples.eight_bit)
+            work = partial(_measure, sides, how, rest, eight_bit, bar)
+            made, fitting = in_parts(work, len(rest), fitting)
+            rows = _joined(made)
+            rows["sample"], rows["digest"] = rest.index, _digests(rest)
+            rows["eight_bit"] = torch.full((len(rest),), float(eight_bit))
             if kept is not None:
-                kept.add(torch.arange(seen - len(part), seen), **rows)
+                kept.add(torch.arange(seen - len(rest), seen), **rows)
             else:
                 parts.append(rows)
             bar.update(seen - bar.done)
-    if not seen:
-        return {"sample": torch.zeros(0)}
-    if kept is not None:
-        return kept.tensors(seen)
+    return _joined(parts) if kept is None else kept.tensors(seen)
+
+
+def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _work(
-    sides: Sides, how: Bound | Exact, batch: Batch, eight_bit: bool, bar: Progress
-) -> Callable[[slice], dict[str, Tensor]]:
-    """What to do with rows of a batch: measure both sides, telling how far it got."""
+def _measure(
+    sides: Sides, how: Bound | Exact, batch: Batch, eight_bit: bool, bar: Progress, part: slice
+) -> dict[str, Tensor]:
+    """Both sides of rows of a batch, telling how far it got."""
+    rows, first = batch.rows(part), bar.done
+    found: dict[str, Tensor] = {}
+    for turn, side in enumerate(sides.names):
 
-    def measure(part: slice) -> dict[str, Tensor]:
-        rows, first = batch.rows(part), bar.done
-        found: dict[str, Tensor] = {}
-        for turn, side in enumerate(sides.names):
+        def advance(share: Tensor, turn: int = turn) -> None:
+            shares = (turn * len(rows) + float(share.sum())) / len(sides.names)
+            bar.update(first + shares - bar.done)
 
-            def advance(share: Tensor, turn: int = turn) -> None:
-                shares = (turn * len(rows) + float(share.sum())) / len(sides.names)
-                bar.update(first + shares - bar.done)
-
-            with sides.on(side):
-                made = how(rows, eight_bit, advance)
-            found |= {f"{name}_{side}": values for name, values in made.items()}
-        return found
-
-    return measure
+        with sides.on(side):
+            made = how(rows, eight_bit, advance)
+        found |= {f"{name}_{side}": values for name, values in made.items()}
+    return found
 
 
-def _to_look_at(samples: Samples, denoiser: Denoiser, without: set[int]) -> Tensor:
-    """The first images, as many whatever is asked for."""
-    images = samples.images
-    images = images if images.count is None else replace(images, count=_LOOKED_AT)
-    batch = next(open_images(images, denoiser, exact=True).batches(_LOOKED_AT, without=without), None)
-    if batch is None:
-        raise DataError(f"{samples.name} holds no samples that can be used")
-    return batch.x0
+def _to_look_at(sides: Sides, batch: Batch) -> Tensor:
+    """The first images, as many whatever is asked for; of a stream those of its first batch."""
+    images = sides.samples.images
+    if sides.samples.indexed:
+        images = images if images.count is None else replace(images, count=_LOOKED_AT)
+        first = open_images(images, sides.denoiser, exact=True).batches(_LOOKED_AT, without=sides.without)
+        batch = next(first, batch)
+    return batch.x0[:_LOOKED_AT]
 
 
 def _digests(batch: Batch) -> Tensor:

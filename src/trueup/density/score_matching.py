@@ -14,10 +14,10 @@ from torch import Tensor
 from trueup.calibration import Calibration
 from trueup.calibration.correction import interpolation_weights
 from trueup.denoiser import Denoiser
-from trueup.density.opening import Sides, check_labelled, passed_over, unused
-from trueup.errors import DataError, ModelError, TrueupError
+from trueup.density.opening import SIDES, Sides
+from trueup.errors import ModelError, TrueupError
 from trueup.estimate.measuring import check_levels
-from trueup.images import Batch, open_images
+from trueup.images import Batch
 from trueup.noise import level_keys, normal
 from trueup.process import NoiseProcess
 from trueup.progress import Progress
@@ -60,6 +60,8 @@ def weights(weighting: Weighting, process: NoiseProcess, t: Tensor) -> Tensor:
 
 
 WEIGHTINGS = ("g2", "uniform", "snr", "min-snr")
+# What theory missed is the drop less what it predicted.
+_DIFFERENCES = {"drop": SIDES, "sm_drop": ("sm_before", "sm_after"), "missed": ("drop", "predicted")}
 
 
 @dataclass
@@ -73,9 +75,9 @@ class Objectives:
     t: Tensor  # (L,)
     dimensions: int
     before: Tensor  # (N, L)
-    after: Tensor | None
-    explained: Tensor | None  # (N, L) what theory says the drop is, see `predicted`
-    family: str | None
+    after: Tensor | None = None
+    predicted: Tensor | None = None  # (N, L) what theory says the drop is, see `check`
+    family: str | None = None
     sm_before: Tensor | None = None
     sm_after: Tensor | None = None
     held_out: bool = True  # whether no image made the calibration
@@ -93,13 +95,10 @@ class Objectives:
 
     def losses(self, which: str) -> Tensor:
         """What every image lost at every level, (N, L); `which` as in `total`."""
-        if which == "drop":
-            return self.losses("before") - self.losses("after")
-        if which == "sm_drop":
-            return self.losses("sm_before") - self.losses("sm_after")
-        if which == "missed":  # by theory
-            return self.losses("drop") - self.losses("predicted")
-        values = self.explained if which == "predicted" else getattr(self, which, None)
+        if which in _DIFFERENCES:
+            first, second = _DIFFERENCES[which]
+            return self.losses(first) - self.losses(second)
+        values = getattr(self, which, None)
         if not isinstance(values, Tensor):
             raise TrueupError(f"there is no {which!r}: it needs a calibration, or for sm a truth")
         return values
@@ -115,10 +114,9 @@ class Objectives:
         if self.after is None:
             return None
         drop, predicted, missed = (self.total("g2", name) for name in ("drop", "predicted", "missed"))
-        apart = missed.low > 0 or missed.high < 0
         name = "equation 9" if self.family == "shift" else "explained variance"
         words = f"drop measured {drop} nats, predicted by {name} {predicted}"
-        if not apart:
+        if missed.sign == 0:
             return f"{words}: they agree"
         if self.family != "shift" and missed.value > 0:
             return f"{words}: the correction is smaller than would be best by {missed}"
@@ -130,48 +128,36 @@ class Objectives:
     def table(self) -> str:
         """For a terminal."""
         shown, titles = self._shown(), ["|eps_hat - eps|^2", "calibrated", "drop", "predicted"]
-        widths = [22, 22, 20, 20]
         lines = [f"denoising score matching, {len(self.before):,} images; 95% intervals"]
-        lines.append(f"{'t':>9} {'lam':>7}" + _cells(titles[: len(shown)], widths))
+        lines.append(f"{'t':>9} {'lam':>7}" + _cells(titles[: len(shown)]))
         columns = [[str(Number.mean(v)) for v in self.losses(which).T] for which in shown]
         for t, lam, *cells in zip(self.t, self.process.lam(self.t), *columns, strict=True):
-            lines.append(f"{float(t):9.4g} {float(lam):7.2f}" + _cells(cells, widths))
+            lines.append(f"{float(t):9.4g} {float(lam):7.2f}" + _cells(cells))
         for weighting in WEIGHTINGS:
             name = "g2 (nats)" if weighting == "g2" else weighting
             cells = [str(self.total(weighting, which)) for which in shown]
-            lines.append(f"{'total, ' + name:>17}" + _cells(cells, widths))
+            lines.append(f"{'total, ' + name:>17}" + _cells(cells))
         if self.after is not None:
-            lines += [f"change of the total in nats: {told(self.total('g2', 'drop').scaled(-1))}"]
-            lines += [str(self.check())]
+            change = told(self.total("g2", "drop").scaled(-1))
+            lines += [f"change of the total in nats: {change}", str(self.check())]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; what is not known is null."""
         shown = self._shown() + [n for n in ("sm_before", "sm_after") if getattr(self, n) is not None]
         lam = self.process.lam(self.t)
-        levels = [
-            {
-                "t": float(t),
-                "lam": float(lam[i]),
-                **{n: Number.mean(self.losses(n)[:, i]).as_json() for n in shown},
-            }
-            for i, t in enumerate(self.t)
-        ]
+        levels: list[dict[str, Any]] = []
+        for i, t in enumerate(self.t):
+            numbers = {n: Number.mean(self.losses(n)[:, i]).as_json() for n in shown}
+            levels.append({"t": float(t), "lam": float(lam[i]), **numbers})
         totals = {w: {n: self.total(w, n).as_json() for n in shown} for w in WEIGHTINGS}
-        return {
-            "images": len(self.before),
-            "held_out": self.held_out,
-            "dimensions": self.dimensions,
-            "evaluations": self.evaluations,
-            "levels": levels,
-            "totals": totals,
-            "check": self.check(),
-            "notes": self.notes,
-        }
+        plain = {n: getattr(self, n) for n in ("held_out", "dimensions", "evaluations", "notes")}
+        plain |= {"images": len(self.before), "check": self.check()}
+        return {**plain, "levels": levels, "totals": totals}
 
 
-def _cells(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "".join(f" {cell:>{width}}" for cell, width in zip(cells, widths, strict=False))
+def _cells(cells: Sequence[str]) -> str:
+    return "".join(f" {cell:>21}" for cell in cells)
 
 
 def objectives(
@@ -196,22 +182,14 @@ def objectives(
     t = check_levels(process, levels)
     if truth is not None and not process.agrees_with(truth.process):
         raise ModelError("the truth is a denoiser of another noise process than the model's")
-    samples = open_images(data, denoiser, count=IMAGES)
-    notes: list[str] = []
-    without = unused(sides.calibration, samples, notes)
-    expected, each = samples.expected(), len(t) * len(sides.names)
-    total = None if expected is None else expected * each
+    expected, each = sides.open(data, IMAGES).expected(), len(t) * len(sides.names)
     parts: list[dict[str, Tensor]] = []
-    bar = Progress(total, "denoising loss", show=progress)
-    with sides, denoiser.evaluating(), torch.inference_mode(), bar:
-        for batch in samples.batches(denoiser.batch_size, without=without, unique=True):
-            check_labelled(denoiser, batch)
+    bar = Progress(None if expected is None else expected * each, "denoising loss", show=progress)
+    with sides.attached, denoiser.evaluating(), torch.inference_mode(), bar:
+        for batch in sides.batches(denoiser.batch_size, unique=True):
             on = batch.to(denoiser.device)
             rows = [_losses(sides, truth, on, time, seed, bar) for time in t]
             parts.append({name: torch.stack([row[name] for row in rows], 1).cpu() for name in rows[0]})
-    if not parts:
-        raise DataError(f"{samples.name} holds no samples that can be used")
-    passed_over(samples, notes)
     found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     if not torch.isfinite(found["before"]).all():
         where = float(t[~torch.isfinite(found["before"]).all(0)][0])
@@ -221,15 +199,11 @@ def objectives(
         process=process,
         t=t,
         dimensions=math.prod(denoiser.shape),
-        before=found["before"],
-        after=found.get("after"),
-        explained=found.get("explained"),
         family=None if made is None else "shift" if _constant(made) else "spectral",
-        sm_before=found.get("sm_before"),
-        sm_after=found.get("sm_after"),
-        held_out=made is None or made.generated is not None or bool(without),
+        held_out=made is None or made.generated is not None or bool(sides.without),
         evaluations=len(found["before"]) * each,
-        notes=notes,
+        notes=sides.notes,
+        **found,
     )
 
 
@@ -251,22 +225,18 @@ def _losses(
         ideal = truth.eps(x_t, t, batch.y).double()
         rows |= {f"sm_{name}": _squared(eps_hat - ideal) for name, eps_hat in outputs.items()}
     if sides.calibration is not None:  # by the definition, not by what `after` was corrected with
-        before = outputs["before"]
-        c = before - _by_definition(sides.calibration, before, x_t / process.sigma(t).to(x_t), process.lam(t))
-        constant = _constant(sides.calibration)
-        rows["explained"] = 2 * (before * c).flatten(1).sum(1) - _squared(c) if constant else _squared(c)
+        before, u = outputs["before"], x_t / process.sigma(t).to(x_t)
+        lam = process.lam(t).cpu().expand(len(u))
+        # Equation 12 on the CPU, as it is written.
+        after = sides.calibration.correction.apply(before.cpu(), u.double().cpu(), lam).to(before)
+        c, constant = before - after, _constant(sides.calibration)
+        rows["predicted"] = 2 * (before * c).flatten(1).sum(1) - _squared(c) if constant else _squared(c)
     return rows
 
 
 def _constant(calibration: Calibration) -> bool:
     """Whether it shifts, and does nothing else."""
     return not (calibration.correction.a.any() or calibration.correction.d.any())
-
-
-def _by_definition(calibration: Calibration, eps_hat: Tensor, u: Tensor, lam: Tensor) -> Tensor:
-    """Equation 12 on the CPU, as it is written."""
-    corrected = calibration.correction.apply(eps_hat.cpu(), u.double().cpu(), lam.cpu().expand(len(u)))
-    return corrected.to(eps_hat)
 
 
 def _squared(x: Tensor) -> Tensor:

@@ -58,11 +58,8 @@ def discrete_decoder(
     low, high = data_range
     half = 0.5 * (high - low) / 255
     x0, mean = x0.double(), mean.double()
-    scale = torch.as_tensor(std, dtype=torch.float64, device=x0.device)
-    upper, lower = (x0 + half - mean) / scale, (x0 - half - mean) / scale
-    infinity = torch.tensor(math.inf, dtype=torch.float64, device=x0.device)
-    upper = torch.where(x0 > high - half, infinity, upper)
-    lower = torch.where(x0 < low + half, -infinity, lower)
+    upper = ((x0 + half - mean) / std).masked_fill(x0 > high - half, math.inf)
+    lower = ((x0 - half - mean) / std).masked_fill(x0 < low + half, -math.inf)
     # Mirrored to the side where both tails are small numbers rather than near one: nothing cancels.
     right = lower + upper > 0
     a, b = torch.where(right, -upper, lower), torch.where(right, -lower, upper)  # a < b

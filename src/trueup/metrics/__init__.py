@@ -6,40 +6,16 @@ from trueup.metrics.measures import MEASURES, Measure, measure, measures
 from trueup.metrics.reference import Reference
 
 # Importing a measure registers it: in the order in which tables show them.
-# isort: split
+# isort: off
 from trueup.metrics.frechet import frechet, frechet_distance
-
-# isort: split
 from trueup.metrics.kernel import kernel_distance
-
-# isort: split
 from trueup.metrics.score import inception_score
-
-# isort: split
 from trueup.metrics.manifold import precision, recall
-
-# isort: split
 from trueup.metrics.colour import wasserstein
 from trueup.metrics.loading import load_features
+# isort: on
 
-__all__ = [
-    "MEASURES",
-    "FeatureBatch",
-    "Features",
-    "GaussianStatistics",
-    "Measure",
-    "ModuleFeatures",
-    "Pixels",
-    "Reference",
-    "colours",
-    "frechet",
-    "frechet_distance",
-    "inception_score",
-    "kernel_distance",
-    "load_features",
-    "measure",
-    "measures",
-    "precision",
-    "recall",
-    "wasserstein",
-]
+__all__ = ["FeatureBatch", "Features", "ModuleFeatures", "Pixels", "colours", "load_features"]
+__all__ += ["MEASURES", "GaussianStatistics", "Measure", "Reference", "measure", "measures"]
+__all__ += ["frechet", "frechet_distance", "inception_score", "kernel_distance"]
+__all__ += ["precision", "recall", "wasserstein"]

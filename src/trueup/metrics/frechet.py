@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trueup.errors import DataError
 from trueup.metrics.features import FeatureBatch
-from trueup.metrics.gaussian import GaussianStatistics
+from trueup.metrics.gaussian import GaussianStatistics, check_pair
 from trueup.metrics.measures import measure
 from trueup.metrics.reference import Reference
 from trueup.statistics import Number
@@ -19,8 +19,8 @@ _STEP = 0.5  # of the quadrature in log t; its error falls as exp(-2 pi^2 / step
 
 
 def _too_few(generated: FeatureBatch, reference: Reference) -> list[str]:
-    counts = {"generated": len(generated.pooled), "reference": reference.count}
-    dimensions = generated.pooled.shape[1]
+    count, dimensions = generated.pooled.shape
+    counts = {"generated": count, "reference": reference.count}
     return [
         f"{count:,} {whose} images are fewer than the {dimensions:,} feature dimensions: the covariance is "
         "singular and the Fréchet distance biased upward; compare it only at equal counts"
@@ -52,10 +52,8 @@ def frechet_distance(mean_a: Tensor, cov_a: Tensor, mean_b: Tensor, cov_b: Tenso
     """
     mean_a, cov_a, mean_b, cov_b = (x.double() for x in (mean_a, cov_a, mean_b, cov_b))
     if not mean_a.shape == mean_b.shape == cov_a.shape[1:] == cov_b.shape[1:]:
-        raise DataError(
-            f"means of {tuple(mean_a.shape)} and {tuple(mean_b.shape)}, covariances of "
-            f"{tuple(cov_a.shape)} and {tuple(cov_b.shape)}: these do not belong together"
-        )
+        shapes = [tuple(x.shape) for x in (mean_a, mean_b, cov_a, cov_b)]
+        raise DataError(f"means and covariances of shapes {shapes} do not belong together")
     root = factor(cov_a)
     eigenvalues = torch.linalg.eigvalsh(root.T @ cov_b @ root)
     return _distance(mean_a - mean_b, cov_a, cov_b, eigenvalues)
@@ -77,12 +75,8 @@ def frechet(features: Tensor, reference: GaussianStatistics) -> Number:
     statistics = GaussianStatistics().update(features)
     if len(features) < 3:
         raise DataError(f"a Fréchet distance needs three images or more, got {len(features)}")
+    check_pair(reference.mean[None], features, 1, "")
     covariance, target = statistics.covariance, reference.covariance
-    if covariance.shape != target.shape:
-        raise DataError(
-            f"features of {len(covariance)} dimensions, a reference of {len(target)}: "
-            "both must come from the same network"
-        )
     n, shift, root = len(features), statistics.mean - reference.mean, factor(target)
     eigenvalues, vectors = torch.linalg.eigh(root.T @ covariance @ root)
     value = _distance(shift, covariance, target, eigenvalues)

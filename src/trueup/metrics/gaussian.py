@@ -19,6 +19,16 @@ def rows_of(features: Tensor, name: str = "features") -> Tensor:
     return features
 
 
+def check_pair(reference: Tensor, generated: Tensor, fewest: int, why: str) -> None:
+    """Raise DataError unless both are rows of the same dimensions, `fewest` or more."""
+    for name, rows in (("reference", reference), ("generated", generated)):
+        if len(rows_of(rows, f"{name} features")) < fewest:
+            raise DataError(f"{why}, got {len(rows)} {name} ones")
+    if reference.shape[1] != generated.shape[1]:
+        wide = f"reference rows of {reference.shape[1]} values, generated ones of {generated.shape[1]}"
+        raise DataError(f"{wide}: both must be made in the same way")
+
+
 class GaussianStatistics:
     """Count, mean and covariance of rows that arrive in batches.
 
@@ -31,16 +41,13 @@ class GaussianStatistics:
     """
 
     def __init__(self, mean: Tensor | None = None, scatter: Tensor | None = None, count: int = 0):
-        self.count = count
-        self._mean = mean
-        self._scatter = scatter
+        self._mean, self._scatter, self.count = mean, scatter, count
 
     def update(self, features: Tensor) -> GaussianStatistics:
         """Take in rows (n, d); returns self."""
         for rows in rows_of(features).split(_ROWS):
-            rows = rows.double()
-            mean = rows.mean(0)
-            centred = rows - mean
+            mean = rows.double().mean(0)
+            centred = rows - mean  # float64, as the mean is
             self.merge(GaussianStatistics(mean, centred.T @ centred, len(rows)))
         return self
 
@@ -52,11 +59,9 @@ class GaussianStatistics:
             self._mean, self._scatter, self.count = other._mean, other._scatter.clone(), other.count
             return self
         if self._mean.shape != other._mean.shape:
-            raise DataError(
-                f"features of {len(self._mean)} and {len(other._mean)} dimensions cannot be put together"
-            )
-        count = self.count + other.count
-        shift = other._mean - self._mean
+            both = f"{len(self._mean)} and {len(other._mean)}"
+            raise DataError(f"features of {both} dimensions cannot be put together")
+        count, shift = self.count + other.count, other._mean - self._mean
         self._scatter += other._scatter  # in place: at 2048 dimensions every copy is 34 MB
         self._scatter.addr_(shift, shift, alpha=self.count * other.count / count)
         self._mean = self._mean + shift * (other.count / count)

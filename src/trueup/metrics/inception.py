@@ -10,22 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trueup.errors import TrueupError
-from trueup.metrics.features import FeatureBatch, as_rgb
+from trueup.metrics.features import Extractor, FeatureBatch, as_rgb
 from trueup.metrics.weights import find_or_download, load_weights
 
-URL = (
-    "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/"
-    "pt_inception-2015-12-05-6726825d.pth"
-)
+_RELEASE = "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights"
+URL = f"{_RELEASE}/pt_inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 
-Layer = tuple[str, int, int | tuple[int, int], int]  # name, channels, kernel, stride
+Kernel = int | tuple[int, int]
+Layer = tuple[str, int, Kernel, int]  # name, channels, kernel, stride
+_WIDE, _TALL = (1, 7), (7, 1)
 
 
 class Convolution(nn.Module):
     """Convolution, batch normalisation, ReLU. Strided ones are not padded, the others keep the size."""
 
-    def __init__(self, inputs: int, outputs: int, kernel: int | tuple[int, int], stride: int, padded: bool):
+    def __init__(self, inputs: int, outputs: int, kernel: Kernel, stride: int, padded: bool):
         super().__init__()
         height, width = kernel if isinstance(kernel, tuple) else (kernel, kernel)
         padding = (height // 2, width // 2) if padded else 0
@@ -75,56 +75,39 @@ class Mixed(nn.Module):
         return torch.cat(outputs, 1)
 
 
-def _double(shrink: bool) -> list[Layer]:
-    last = ("branch3x3dbl_3", 96, 3, 2 if shrink else 1)
-    return [("branch3x3dbl_1", 64, 1, 1), ("branch3x3dbl_2", 96, 3, 1), last]
+def _chain(name: str, *layers: tuple[int, Kernel], stride: int = 1) -> list[Layer]:
+    """Layers (channels, kernel), counted from 1; the stride is that of the last."""
+    last = len(layers)
+    return [(f"{name}_{i}", *layer, stride if i == last else 1) for i, layer in enumerate(layers, 1)]
+
+
+def _double(stride: int) -> list[Layer]:
+    return _chain("branch3x3dbl", (64, 1), (96, 3), (96, 3), stride=stride)
 
 
 def _block_a(inputs: int, pooled: int) -> Mixed:
-    fives: list[Layer] = [("branch5x5_1", 48, 1, 1), ("branch5x5_2", 64, 5, 1)]
-    return Mixed(inputs, [[("branch1x1", 64, 1, 1)], fives, _double(shrink=False)], "average", pooled)
+    fives = _chain("branch5x5", (48, 1), (64, 5))
+    return Mixed(inputs, [[("branch1x1", 64, 1, 1)], fives, _double(stride=1)], "average", pooled)
 
 
-def _block_c(width: int) -> Mixed:
-    wide, tall = (1, 7), (7, 1)
-    sevens: list[Layer] = [
-        ("branch7x7_1", width, 1, 1),
-        ("branch7x7_2", width, wide, 1),
-        ("branch7x7_3", 192, tall, 1),
-    ]
-    double: list[Layer] = [
-        ("branch7x7dbl_1", width, 1, 1),
-        ("branch7x7dbl_2", width, tall, 1),
-        ("branch7x7dbl_3", width, wide, 1),
-        ("branch7x7dbl_4", width, tall, 1),
-        ("branch7x7dbl_5", 192, wide, 1),
-    ]
+def _block_c(n: int) -> Mixed:
+    sevens = _chain("branch7x7", (n, 1), (n, _WIDE), (192, _TALL))
+    double = _chain("branch7x7dbl", (n, 1), (n, _TALL), (n, _WIDE), (n, _TALL), (192, _WIDE))
     return Mixed(768, [[("branch1x1", 192, 1, 1)], sevens, double], "average", 192)
 
 
 def _block_d() -> Mixed:
-    threes: list[Layer] = [("branch3x3_1", 192, 1, 1), ("branch3x3_2", 320, 3, 2)]
-    sevens: list[Layer] = [
-        ("branch7x7x3_1", 192, 1, 1),
-        ("branch7x7x3_2", 192, (1, 7), 1),
-        ("branch7x7x3_3", 192, (7, 1), 1),
-        ("branch7x7x3_4", 192, 3, 2),
-    ]
+    threes = _chain("branch3x3", (192, 1), (320, 3), stride=2)
+    sevens = _chain("branch7x7x3", (192, 1), (192, _WIDE), (192, _TALL), (192, 3), stride=2)
     return Mixed(768, [threes, sevens], "shrink")
 
 
 def _block_e(inputs: int, pool: str) -> Mixed:
-    threes: list[Layer] = [
-        ("branch3x3_1", 384, 1, 1),
-        ("branch3x3_2a", 384, (1, 3), 1),
-        ("branch3x3_2b", 384, (3, 1), 1),
-    ]
-    double: list[Layer] = [
-        ("branch3x3dbl_1", 448, 1, 1),
-        ("branch3x3dbl_2", 384, 3, 1),
-        ("branch3x3dbl_3a", 384, (1, 3), 1),
-        ("branch3x3dbl_3b", 384, (3, 1), 1),
-    ]
+    def fork(name: str) -> list[Layer]:
+        return [(f"{name}a", 384, (1, 3), 1), (f"{name}b", 384, (3, 1), 1)]
+
+    threes = _chain("branch3x3", (384, 1)) + fork("branch3x3_2")
+    double = _chain("branch3x3dbl", (448, 1), (384, 3)) + fork("branch3x3dbl_3")
     return Mixed(inputs, [[("branch1x1", 320, 1, 1)], threes, double], pool, 192)
 
 
@@ -145,7 +128,7 @@ class InceptionNetwork(nn.Module):
         self.Mixed_5b = _block_a(192, 32)
         self.Mixed_5c = _block_a(256, 64)
         self.Mixed_5d = _block_a(288, 64)
-        self.Mixed_6a = Mixed(288, [[("branch3x3", 384, 3, 2)], _double(shrink=True)], "shrink")
+        self.Mixed_6a = Mixed(288, [[("branch3x3", 384, 3, 2)], _double(stride=2)], "shrink")
         self.Mixed_6b = _block_c(128)
         self.Mixed_6c = _block_c(160)
         self.Mixed_6d = _block_c(160)
@@ -169,24 +152,20 @@ class InceptionNetwork(nn.Module):
         return FeatureBatch(pooled, spatial, logits)
 
 
-class Inception:
+class Inception(Extractor):
     """Features of FID (2048), sFID (2023, as in ADM's evaluator) and the Inception Score (1008 logits)."""
 
     name = "inception-v3"
     preprocessing = "bilinear to 299 px (no antialiasing, corners not aligned), scaled to [-1, 1]"
-    weights: str | None
     dimensions = 2048
 
-    def __init__(self, weights: str | PathLike[str] | None = None, device: torch.device | str = "cpu"):
+    def __init__(self, weights: str | PathLike[str] | None = None):
         tensors, self.weights = load_weights(find_or_download(URL, SHA256, weights), SHA256)
         self.network = InceptionNetwork().eval()
         try:
             self.network.load_state_dict(tensors)
         except RuntimeError:
-            raise TrueupError(
-                f"the weights in {weights or URL} are not those of FID's Inception-v3"
-            ) from None
-        self.to(device)
+            raise TrueupError(f"the weights in {weights or URL} are not those of FID's network") from None
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> FeatureBatch:
@@ -194,9 +173,3 @@ class Inception:
         x = as_rgb(images, self.name).to(self.device).float() / 255
         x = F.interpolate(x, (299, 299), mode="bilinear", align_corners=False)
         return self.network(2 * x - 1)
-
-    def to(self, device: torch.device | str) -> Inception:
-        """Move the network; returns self."""
-        self.device = torch.device(device)
-        self.network.to(self.device)
-        return self

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trueup.errors import DataError
 from trueup.metrics.features import FeatureBatch
-from trueup.metrics.gaussian import rows_of
+from trueup.metrics.gaussian import check_pair
 from trueup.metrics.measures import measure
 from trueup.metrics.reference import LIMIT, Reference
 from trueup.statistics import Number
@@ -32,23 +31,18 @@ def kernel_distance(reference: Tensor, generated: Tensor) -> Number:
     >>> kernel_distance(rows, rows).value  # 1 + 1 - (1 + 1 + 1 + 8) / 2
     -3.5
     """
-    for name, rows in (("reference", reference), ("generated", generated)):
-        if len(rows_of(rows, f"{name} features")) < 2:
-            raise DataError(f"a kernel distance needs two {name} images or more, got {len(rows)}")
-    if reference.shape[1] != generated.shape[1]:
-        raise DataError(
-            f"reference features of {reference.shape[1]} dimensions, generated of {generated.shape[1]}"
-        )
+    check_pair(reference, generated, 2, "a kernel distance needs two images or more")
     reference, generated = reference.double(), generated.double()
-    n = len(generated)
-    within = (_kernel_sums(generated, generated) - _kernel(generated.square().sum(1), generated)) / (n - 1)
+    within, theirs = _within(generated), _within(reference)
     across = _kernel_sums(generated, reference) / len(reference)
-    theirs = (_kernel_sums(reference, reference) - _kernel(reference.square().sum(1), reference)) / (
-        len(reference) - 1
-    )
     value = float(within.mean() + theirs.mean() - 2 * across.mean())
     witness = 2 * (within - across)
     return Number.influenced(value, witness - witness.mean())
+
+
+def _within(rows: Tensor) -> Tensor:
+    """Mean of k(row, another), (n,)."""
+    return (_kernel_sums(rows, rows) - _kernel(rows.square().sum(1), rows)) / (len(rows) - 1)
 
 
 def _kernel_sums(a: Tensor, b: Tensor) -> Tensor:

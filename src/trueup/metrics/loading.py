@@ -8,9 +8,13 @@ from os import PathLike
 import torch
 
 from trueup.errors import TrueupError
-from trueup.metrics.features import Features, ModuleFeatures, Pixels
+from trueup.metrics.features import Features, ModuleFeatures
 
-NAMES = ("inception", "efficientnet", "pixels")
+NAMES = {
+    "inception": "trueup.metrics.inception:Inception",
+    "efficientnet": "trueup.metrics.efficientnet:EfficientNet",
+    "pixels": "trueup.metrics.features:Pixels",
+}
 
 
 def load_features(
@@ -23,32 +27,19 @@ def load_features(
     """
     if weights is not None and spec != "inception":
         raise TrueupError(f"weights can be given for inception only, not for {spec}")
-    if spec == "pixels":
-        return Pixels(device)
-    if spec == "inception":
-        from trueup.metrics.inception import Inception
-
-        return Inception(weights, device)
-    if spec == "efficientnet":
-        from trueup.metrics.efficientnet import EfficientNet
-
-        return EfficientNet(device)
-    module, colon, attribute = spec.partition(":")
+    module, colon, attribute = NAMES.get(spec, spec).partition(":")
     if not (colon and module and attribute):
-        raise TrueupError(
-            f"no features are called {spec!r}: use {', '.join(NAMES)}, or package.module:attribute"
-        )
+        known = ", ".join(NAMES)
+        raise TrueupError(f"no features are called {spec!r}: use {known}, or package.module:attribute")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise TrueupError(f"cannot import the features {spec}: {error}") from None
     if isinstance(found, type):
         try:
-            found = found()
+            found = found() if weights is None else found(weights)
         except TypeError as error:
             raise TrueupError(f"{spec} cannot be made without arguments: {error}") from None
-    if isinstance(found, Features):
-        return found.to(device)
     if not callable(found):
         raise TrueupError(f"{spec} is a {type(found).__name__}, which cannot be called on images")
-    return ModuleFeatures(found, spec, device=device)
+    return (found if isinstance(found, Features) else ModuleFeatures(found, spec)).to(device)

@@ -8,15 +8,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from trueup.errors import DataError
 from trueup.metrics.features import FeatureBatch
-from trueup.metrics.gaussian import rows_of
+from trueup.metrics.gaussian import check_pair
 from trueup.metrics.measures import measure
 from trueup.metrics.reference import LIMIT, Reference
 from trueup.statistics import Number, group_index
 
 NEIGHBOURS = 3
-_ENTRIES = 2**23  # distances at once: a few arrays of 64 MB, besides float64 copies of the features
+_ENTRIES = 2**23  # distances at once, as in `kernel`
 
 
 @measure("precision", "precision", more_is_better=True)
@@ -75,15 +74,7 @@ def recall(reference: Tensor, generated: Tensor, k: int = NEIGHBOURS) -> Number:
 
 def _centred(reference: Tensor, generated: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Both about the reference's mean: distances do not change, their rounding shrinks."""
-    for name, rows in (("reference", reference), ("generated", generated)):
-        if len(rows_of(rows, f"{name} features")) <= k:
-            raise DataError(
-                f"{len(rows)} {name} images have no {k} neighbours each; give more, or a smaller k"
-            )
-    if reference.shape[1] != generated.shape[1]:
-        raise DataError(
-            f"reference features of {reference.shape[1]} dimensions, generated of {generated.shape[1]}"
-        )
+    check_pair(reference, generated, k + 1, f"{k} neighbours of each take more than {k} images")
     centre = reference.double().mean(0)
     return reference.double() - centre, generated.double() - centre
 

@@ -45,13 +45,7 @@ class Reference:
 
     @classmethod
     def build(
-        cls,
-        features: Features,
-        batches: Iterable[Tensor],
-        *,
-        fingerprint: str = "",
-        made_of: str = "pictures",
-        limit: int = LIMIT,
+        cls, features: Features, batches: Iterable[Tensor], *, fingerprint: str = "", limit: int = LIMIT
     ) -> Reference:
         """Pass batches of images (B, C, H, W) through `features`; `fingerprint` says which data it is.
 
@@ -61,8 +55,7 @@ class Reference:
         10
         """
         pooled, spatial = GaussianStatistics(), GaussianStatistics()
-        rows: list[Tensor] = []
-        colours: list[Tensor] = []
+        rows, colours = [], []
         for batch in batches:
             found = look_at(batch, features)
             rows.append(found.pooled[: max(0, limit - pooled.count)].float())
@@ -73,27 +66,17 @@ class Reference:
             colours.append(found.colours)
         if pooled.count < 2:
             raise DataError(f"a reference needs two images or more, got {pooled.count}")
-        return cls(
-            features=features.name,
-            preprocessing=features.preprocessing,
-            weights=features.weights,
-            fingerprint=fingerprint,
-            made_of=made_of,
-            pooled=pooled,
-            spatial=spatial if spatial.count else None,
-            rows=torch.cat(rows),
-            colours=torch.cat(colours),
-        )
+        some = spatial if spatial.count else None
+        seen_by = _seen_by(features)
+        return cls(*seen_by, fingerprint, "pictures", pooled, some, torch.cat(rows), torch.cat(colours))
 
     def check(self, features: Features) -> None:
         """Refuse features other than those it was made with."""
-        ours = (self.features, self.preprocessing, self.weights)
-        theirs = (features.name, features.preprocessing, features.weights)
+        ours, theirs = (self.features, self.preprocessing, self.weights), _seen_by(features)
         if ours != theirs:
-            raise MismatchError(
-                f"this reference was made with {_describe(*ours)}, not with {_describe(*theirs)}: "
-                "distances across features mean nothing. Make the reference again with these"
-            )
+            made = f"this reference was made with {_describe(*ours)}, not with {_describe(*theirs)}"
+            advice = "distances across features mean nothing. Make the reference again with these"
+            raise MismatchError(f"{made}: {advice}")
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it to one .safetensors with JSON metadata, atomically."""
@@ -102,8 +85,8 @@ class Reference:
             if statistics is not None:
                 tensors[f"{name}.mean"] = statistics.mean
                 tensors[f"{name}.covariance"] = statistics.covariance
-        meta = {"weights": self.weights, "count": self.count}
-        save_tensors(path, KIND, {**meta, **{name: getattr(self, name) for name in _TEXTS}}, tensors)
+        meta = {name: getattr(self, name) for name in (*_TEXTS, "weights", "count")}
+        save_tensors(path, KIND, meta, tensors)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Reference:
@@ -115,6 +98,10 @@ class Reference:
             raise ArtifactError(f"{path}: {error}") from None
         except _NONSENSE as error:
             raise ArtifactError(f"{path} is damaged: {line(error)}") from None
+
+
+def _seen_by(features: Features) -> tuple[str, str, str | None]:
+    return features.name, features.preprocessing, features.weights
 
 
 def _describe(name: str, preprocessing: str, weights: str | None) -> str:

@@ -34,9 +34,8 @@ def inception_score(logits: Tensor) -> Number:
         raise DataError("no logits were given: there is no Inception Score")
     mean = torch.stack([_probabilities(rows).sum(0) for rows in parts]).sum(0) / len(logits)
     log_mean = mean.clamp_min(1e-300).log()
-    divergence = torch.cat(
-        [(p * (p.clamp_min(1e-300).log() - log_mean)).sum(1) for p in map(_probabilities, parts)]
-    )
+    probabilities = (_probabilities(rows) for rows in parts)
+    divergence = torch.cat([(p * (p.clamp_min(1e-300).log() - log_mean)).sum(1) for p in probabilities])
     value = float(divergence.mean().exp())
     return Number.influenced(value, value * (divergence - divergence.mean()))
 

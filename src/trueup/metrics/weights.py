@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import tempfile
 from os import PathLike
 from pathlib import Path
 from urllib.request import urlopen
@@ -15,7 +14,7 @@ from safetensors.torch import load as from_bytes
 from torch import Tensor
 
 from trueup.errors import Argument, TrueupError
-from trueup.files import line
+from trueup.files import line, write
 from trueup.progress import Progress
 
 _CHUNK = 2**20
@@ -36,64 +35,46 @@ def load_weights(path: Path, sha256: str) -> tuple[dict[str, Tensor], str]:
     found = hashlib.sha256(content).hexdigest()
     plain = path.suffix == ".safetensors"
     if not plain and found != sha256:
-        raise TrueupError(
-            f"{path} is another file: its SHA-256 begins {found[:8]}, expected {sha256[:8]}. "
-            "It may be cut short: delete it and fetch it again"
-        )
+        problem = f"{path} is another file: its SHA-256 begins {found[:8]}, expected {sha256[:8]}"
+        raise TrueupError(f"{problem}. It may be cut short: delete it and fetch it again")
     try:
-        tensors = from_bytes(content) if plain else _read_pth(content)
+        file = io.BytesIO(content)
+        tensors = from_bytes(content) if plain else torch.load(file, map_location="cpu", weights_only=True)
+        if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+            raise ValueError("it holds something other than a dict of tensors")
     except Exception as error:  # torch's reader raises whatever it stumbles over
         raise TrueupError(f"{path} cannot be read as weights: {line(error)}") from None
     return tensors, found
 
 
-def _read_pth(content: bytes) -> dict[str, Tensor]:
-    tensors = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise ValueError("it holds something other than a dict of tensors")
-    return tensors
-
-
-def cache_folder() -> Path:
-    """Where downloads are kept: $TRUEUP_CACHE, or ~/.cache/trueup."""
-    return Path(os.environ.get("TRUEUP_CACHE") or Path.home() / ".cache" / "trueup")
-
-
 def find_or_download(url: str, sha256: str, weights: str | PathLike[str] | None = None) -> Path:
-    """`weights` if given, else the file of that URL in the cache, downloaded on first use."""
+    """`weights`, or the file of that URL in $TRUEUP_CACHE or ~/.cache/trueup, downloaded on first use."""
     if weights is not None:
         return Path(weights)
-    path = cache_folder() / url.rsplit("/", 1)[-1]
+    folder = Path(os.environ.get("TRUEUP_CACHE") or Path.home() / ".cache" / "trueup")
+    path = folder / url.rsplit("/", 1)[-1]
     if path.exists():
         return path
+    content = bytearray()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.tmp-")
-        digest = hashlib.sha256()
-        try:
-            with os.fdopen(handle, "wb") as file, urlopen(url, timeout=_TIMEOUT) as answer:
-                total = int(answer.headers.get("Content-Length") or 0) / _CHUNK or None
-                with Progress(total, f"downloading {path.name}", unit="MB") as bar:
-                    while chunk := answer.read(_CHUNK):
-                        file.write(chunk)
-                        digest.update(chunk)
-                        bar.update(len(chunk) / _CHUNK)
-            found = digest.hexdigest()
-            if found != sha256:
-                raise TrueupError(
-                    f"{url} gave another file: its SHA-256 begins {found[:8]}, expected {sha256[:8]}. "
-                    "Nothing was kept",
-                    "try again, or say with {} where the file is",
-                    Argument("weights"),
-                )
-            Path(name).replace(path)
-        finally:
-            Path(name).unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):  # better known before than after the download
+            raise PermissionError(f"{folder} cannot be written to")
+        with urlopen(url, timeout=_TIMEOUT) as answer:
+            total = int(answer.headers.get("Content-Length") or 0) / _CHUNK or None
+            with Progress(total, f"downloading {path.name}", unit="MB") as bar:
+                while chunk := answer.read(_CHUNK):
+                    content += chunk
+                    bar.update(len(chunk) / _CHUNK)
     except OSError as error:  # urllib's errors are among these
-        reason = getattr(error, "reason", None) or error
-        raise TrueupError(
-            f"cannot download {url} to {path} ({' '.join(str(reason).split())})",
-            "fetch it elsewhere and put it there, or say with {} where it is",
-            Argument("weights"),
-        ) from None
+        problem, advice = (
+            f"cannot download {url} to {path} ({line(error)})",
+            "fetch it elsewhere and put it there",
+        )
+        raise TrueupError(problem, f"{advice}, or say with {{}} where it is", Argument("weights")) from None
+    found = hashlib.sha256(content).hexdigest()
+    if found != sha256:
+        problem = f"{url} gave another file: its SHA-256 begins {found[:8]}, expected {sha256[:8]}"
+        raise TrueupError(problem, "try again, or say with {} where the file is", Argument("weights"))
+    write(path, bytes(content))
     return path
