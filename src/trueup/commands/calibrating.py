@@ -12,16 +12,7 @@ import torch
 
 from trueup.calibration import Attachment, Calibration, Trajectory, load
 from trueup.calibration.trajectory import find
-from trueup.commands.shared import (
-    find_device,
-    images_of,
-    open_model,
-    open_solver,
-    progress,
-    say,
-    show,
-    warn,
-)
+from trueup.commands.shared import find_device, images_of, open_model, open_solver, progress, say, show, warn
 from trueup.demo import run as run_demo
 from trueup.demo import run_directory
 from trueup.denoiser import Denoiser

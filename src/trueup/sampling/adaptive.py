@@ -17,15 +17,7 @@ from torch import Tensor
 from trueup.errors import ModelError
 from trueup.process import NoiseProcess
 from trueup.sampling.network import Network
-from trueup.sampling.steps import (
-    Levels,
-    Weights,
-    eps_weights,
-    first_order,
-    midpoint,
-    network_times,
-    taylor,
-)
+from trueup.sampling.steps import Levels, Weights, eps_weights, first_order, midpoint, network_times, taylor
 
 _FIRST_STEP = 0.05  # in lam
 _SAFETY = 0.9

@@ -174,10 +174,7 @@ def fit(moments: StateMoments, target: Target) -> tuple[Tensor, Tensor]:
         now = moments.variance[fold] / target.variance
         by_gain.append((sizes * (0.5 * now * (1 - (2 * log_g).exp()) + log_g)).sum(0))
     scale_shift, scale_gain = (_confirmed(torch.stack(part), moments.rows) for part in (by_shift, by_gain))
-    return (
-        bands.spread(scale_shift * keep_shift) * offset,
-        (scale_gain * keep_gain * log_gain).exp(),
-    )
+    return (bands.spread(scale_shift * keep_shift) * offset, (scale_gain * keep_gain * log_gain).exp())
 
 
 def _log_gain(variance: Tensor, target: Target) -> Tensor:
