@@ -105,6 +105,8 @@ class _Parser(argparse.ArgumentParser):
             named = next((word for word in unknown if word.startswith("--")), "")
             hint = typed.did_you_mean(named.partition("=")[0], options.parser._option_string_actions)
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        # None: a bar if somebody is looking, else a line every half minute.
+        options.progress = False if options.quiet else None
         return options
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -193,9 +195,8 @@ def parser() -> _Parser:
     _add_model(evaluate)
     _add_output(evaluate, "write a comparison.json")
 
-    likelihood = command(
-        "likelihood", _LIKELIHOOD, "how likely images are, calibrated or not", method="bound"
-    )
+    likely = "how likely images are, calibrated or not"
+    likelihood = command("likelihood", _LIKELIHOOD, likely, method="bound")
     likelihood.add_argument("--calibration", **_FILE, help=_MADE)
     which = likelihood.add_mutually_exclusive_group()
     for name, text in (
@@ -205,9 +206,8 @@ def parser() -> _Parser:
     ):
         which.add_argument(f"--{name}", action="store_const", dest="method", const=name, help=text)
     bound = likelihood.add_argument_group("bound")
-    bound.add_argument(
-        "--steps", type=typed.positive, metavar="T", help="of a chain of T steps (default: continuous)"
-    )
+    steps = "of a chain of T steps (default: continuous)"
+    bound.add_argument("--steps", type=typed.positive, metavar="T", help=steps)
     bound.add_argument("--variance", choices=("small", "large", "learned_range"), help="of its reverse steps")
     bound.add_argument("--draws", **_COUNT, help="noise levels per image (default: 8)")
     bound.add_argument("--uniform", **_FLAG, help="draw levels evenly in time, not where the loss is")
@@ -239,34 +239,30 @@ def parser() -> _Parser:
 
 def _add_data(parser: _Parser, images: int | None) -> Any:
     data = parser.add_argument_group("images")
-    data.add_argument("--data", help="a folder of images, a .npy or .npz file, or bundled:images")
+    add = data.add_argument
+    add("--data", help="a folder of images, a .npy or .npz file, or bundled:images")
     picked = f"use N, picked at random with --seed (default: {images or '200, or 32 with --ode'})"
-    data.add_argument("--images", **_COUNT, default=images, help=picked)
-    size = "make images the model's size; else they must be"
-    data.add_argument("--resize", choices=("shorter", "exact"), help=size)
-    data.add_argument("--crop", choices=("center",), help="cut out the middle, after resizing")
-    data.add_argument("--flip", **_FLAG, help="mirror every second image, for models trained so")
-    of_arrays = "range of floating point arrays"
-    data.add_argument("--data-range", type=typed.value_range, metavar="LOW,HIGH", help=of_arrays)
-    data.add_argument("--skip-bad", **_FLAG, help="leave out images that cannot be used, and count them")
+    add("--images", **_COUNT, default=images, help=picked)
+    add("--resize", choices=("shorter", "exact"), help="make images the model's size; else they must be")
+    add("--crop", choices=("center",), help="cut out the middle, after resizing")
+    add("--flip", **_FLAG, help="mirror every second image, for models trained so")
+    add("--data-range", type=typed.value_range, metavar="LOW,HIGH", help="range of floating point arrays")
+    add("--skip-bad", **_FLAG, help="leave out images that cannot be used, and count them")
     return data
 
 
 def _add_model(parser: _Parser) -> None:
     where = "a directory written by save_pretrained, or bundled:raw, bundled:ema"
     parser.add_argument("model", metavar="MODEL", help=where)
-    model = parser.add_argument_group("model")
-    config = "scheduler_config.json or its directory"
-    model.add_argument("--scheduler", type=Path, metavar="PATH", help=config)
+    add = parser.add_argument_group("model").add_argument
+    add("--scheduler", type=Path, metavar="PATH", help="scheduler_config.json or its directory")
     predictions = ("noise", "data", "velocity", "score", "flow", "reversed_flow")
-    says = "what it predicts (default: what the scheduler says)"
-    model.add_argument("--prediction", choices=predictions, help=says)
+    add("--prediction", choices=predictions, help="what it predicts (default: what the scheduler says)")
     trained_on = "what it was trained on (default: -1,1)"
-    model.add_argument("--model-range", type=typed.value_range, metavar="LOW,HIGH", help=trained_on)
-    beside = "a latent model's autoencoder (default: the one beside it)"
-    model.add_argument("--vae", type=Path, metavar="DIR", help=beside)
-    model.add_argument("--device", choices=_DEVICES, default="auto")
-    model.add_argument("--batch-size", **_COUNT, help="found, and halved when memory runs out")
+    add("--model-range", type=typed.value_range, metavar="LOW,HIGH", help=trained_on)
+    add("--vae", type=Path, metavar="DIR", help="a latent model's autoencoder (default: the one beside it)")
+    add("--device", choices=_DEVICES, default="auto")
+    add("--batch-size", **_COUNT, help="found, and halved when memory runs out")
     parser.add_argument("--seed", type=int, default=0)
     output = parser.add_argument_group("output")
     output.add_argument("--json", **_FLAG, help="JSON on standard output, all else on standard error")
@@ -288,21 +284,19 @@ def _add_fit(parser: _Parser) -> None:
 def _add_sampler(parser: _Parser, calibration: str) -> None:
     sampler = parser.add_argument_group("sampler")
     sampler.add_argument("--solver", **_LIST, help=_SOLVERS)
-    sampler.add_argument(
-        "--nfe", type=typed.counts, metavar="N,M,..", help="evaluations per sample (default: 20)"
-    )
+    evaluations = "evaluations per sample (default: 20)"
+    sampler.add_argument("--nfe", type=typed.counts, metavar="N,M,..", help=evaluations)
     sampler.add_argument("--trajectories", **_COUNT, help="samples to measure the sampler on (default: 128)")
     sampler.add_argument("--calibration", **_FILE, help=calibration)
     _add_conditions(sampler)
 
 
 def _add_conditions(group: Any) -> None:
-    grids = ("logsnr", "uniform", "quadratic")
-    group.add_argument("--grid", choices=grids, help="where DPM-Solver puts its levels")
-    in_turn = "sample these labels in turn; 0-9 is a range"
-    group.add_argument("--labels", type=typed.labels, metavar="A,B,..", help=in_turn)
-    group.add_argument("--guidance", type=float, default=1.0, metavar="W", help="classifier-free guidance")
-    group.add_argument("--null-label", type=int, metavar="N", help="the label that stands for none")
+    add = group.add_argument
+    add("--grid", choices=("logsnr", "uniform", "quadratic"), help="where DPM-Solver puts its levels")
+    add("--labels", type=typed.labels, metavar="A,B,..", help="sample these labels in turn; 0-9 is a range")
+    add("--guidance", type=float, default=1.0, metavar="W", help="classifier-free guidance")
+    add("--null-label", type=int, metavar="N", help="the label that stands for none")
 
 
 def _add_sampling(parser: _Parser) -> None:

@@ -15,14 +15,7 @@ from trueup.calibration.trajectory import Adjust, States
 from trueup.denoiser import Denoiser
 from trueup.errors import MismatchError, TrueupError
 from trueup.files import line
-from trueup.hf.schedulers import (
-    LEARNED_VARIANCE,
-    check_scheduler,
-    make_scheduler,
-    offered,
-    quiet,
-    scheduler_process,
-)
+from trueup.hf import schedulers as hf
 from trueup.hf.schedules import scheduler_settings
 from trueup.noise import normal
 from trueup.sampling.network import Network
@@ -51,15 +44,15 @@ class SchedulerSolver(Solver):
     adaptive = False
 
     def __init__(self, scheduler: Any, name: str | None = None, *, exact: bool = True):
-        check_scheduler(scheduler)
+        hf.check_scheduler(scheduler)
         self.scheduler, self.exact = copy.deepcopy(scheduler), exact
         self._name = name or type(scheduler).__name__
-        self.process, self.parametrization = scheduler_process(scheduler)
+        self.process, self.parametrization = hf.scheduler_process(scheduler)
 
     @classmethod
     def named(cls, name: str, denoiser: Denoiser) -> SchedulerSolver:
         """A scheduler by its name or its class, set up for a denoiser."""
-        scheduler, own = make_scheduler(name, denoiser)
+        scheduler, own = hf.make_scheduler(name, denoiser)
         return cls(scheduler, name, exact=own)
 
     @property
@@ -95,7 +88,7 @@ class SchedulerSolver(Solver):
         while steps > 0:
             scheduler = copy.deepcopy(self.scheduler)
             try:
-                with quiet():
+                with hf.quiet():
                     scheduler.set_timesteps(steps)
             except (ValueError, IndexError, RuntimeError, AssertionError) as error:
                 reason, made = f": {line(error)}", 0
@@ -106,17 +99,7 @@ class SchedulerSolver(Solver):
             steps = min(steps - 1, steps * nfe // made + 1 if made else steps)  # as evaluations go with steps
         raise TrueupError(f"{self.name} cannot sample in {nfe} evaluations{reason}")
 
-    def solve(
-        self,
-        network: Network,
-        noise: Tensor,
-        nfe: int | None,
-        advance: Callable[[int], Any],
-        *,
-        seed: int = 0,
-        index: Tensor | None = None,
-        adjust: Adjust | None = None,
-    ) -> Tensor:
+    def solve(self, network: Network, noise: Tensor, nfe: int | None, adjust: Adjust | None = None) -> Tensor:
         """From standard normal noise to samples; image i's noise depends on the seed and on i alone."""
         assert nfe is not None
         scheduler = self._set(nfe)
@@ -124,14 +107,16 @@ class SchedulerSolver(Solver):
         views = self._views(network.denoiser, scheduler.timesteps, noise)
         variance = _uses_learned_variance(scheduler)
         x = noise * float(getattr(scheduler, "init_noise_sigma", 1.0))
-        index = torch.arange(len(x)) if index is None else index
-        drawn = _Noise(partial(_noise_of_images, seed, index), len(index))
+        index = torch.arange(len(x)) if network.index is None else network.index
+
+        def noise_of_images(draw: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
+            return normal(network.seed, index, _FIRST_DRAW - draw, shape, device)
+
+        drawn = _Noise(noise_of_images, len(index))
         for i, (t, view) in enumerate(zip(scheduler.timesteps, views, strict=True)):
             output = view.seen(network, _scaled(scheduler, x, t), variance)
             x = self._step(scheduler, drawn, output, t, x)
-            if adjust is not None:
-                x = adjust(i, x)
-            advance(1)
+            x = x if adjust is None else adjust(i, x)
         return x
 
     def _views(self, denoiser: Denoiser, times: Tensor, like: Tensor) -> Iterator[_View]:
@@ -151,10 +136,8 @@ class SchedulerSolver(Solver):
         alpha, sigma = own.alpha(told), own.sigma(told)
         wanted = scheduled.alpha(times), scheduled.sigma(times)
         scale = torch.where(alpha > sigma, alpha / wanted[0], sigma / wanted[1])  # one of them may be zero
-        (p, q), (p_wanted, q_wanted) = (
-            denoiser.parametrization.coefficients(alpha, sigma),
-            self.parametrization.coefficients(*wanted),
-        )
+        p, q = denoiser.parametrization.coefficients(alpha, sigma)
+        p_wanted, q_wanted = self.parametrization.coefficients(*wanted)
         # From output = p x0 + q eps and x_t = alpha x0 + sigma eps to p' x0 + q' eps.
         determinant = alpha * q - sigma * p
         on_output = (q_wanted * alpha - p_wanted * sigma) / determinant
@@ -165,10 +148,9 @@ class SchedulerSolver(Solver):
     def _step(self, scheduler: Any, noise: _Noise, output: Tensor, t: Tensor, x: Tensor) -> Tensor:
         try:
             with noise:  # and not around the network, every operation of which it would look at
-                stepped: Tensor = scheduler.step(output, t, x, return_dict=False)[0]
+                return scheduler.step(output, t, x, return_dict=False)[0]
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             raise TrueupError(f"{self.name} cannot be stepped through: {line(error)}") from None
-        return stepped
 
     def settings(self) -> dict[str, Any]:
         """What tells it apart from other solvers: its class, and of its config what the class knows."""
@@ -202,11 +184,10 @@ class SchedulerSolver(Solver):
 
         change: the noise in this state is made larger by _CHANGE.
         """
-        scheduler, process = self._set(nfe), self.process
+        scheduler = self._set(nfe)
         times = scheduler.timesteps
-        axes = [1] * len(denoiser.shape)
-        alpha, sigma = (f(times.double()).float() for f in (process.alpha, process.sigma))
-        x0, eps = torch.tensor([0.5, 0.0]).reshape(-1, *axes), torch.tensor([0.0, 0.5]).reshape(-1, *axes)
+        alpha, sigma = (f(times.double()).float() for f in (self.process.alpha, self.process.sigma))
+        x0, eps = 0.5 * torch.eye(2).reshape(2, 2, *[1] * len(denoiser.shape))
         noise = _Noise(lambda draw, shape, device: torch.zeros(2, *shape, device=device), 2)
         x = alpha[0] * x0 + sigma[0] * eps
         levels = []
@@ -215,9 +196,8 @@ class SchedulerSolver(Solver):
             if i == 0:
                 x = x / scale
             elif not torch.allclose(x[0] * scale, alpha[i] * x0[0], rtol=0.02, atol=1e-3):
-                raise TrueupError(
-                    f"the states of {self.name} are not where its timesteps say: nothing is known of them"
-                )
+                where = "not where its timesteps say: nothing is known of them"
+                raise TrueupError(f"the states of {self.name} are {where}")
             known = (x * scale - alpha[i] * x0) / sigma[i]
             output = self.parametrization.target(x0, known, alpha[i], sigma[i])
             if _uses_learned_variance(scheduler):
@@ -259,10 +239,8 @@ class _Noise(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
-        if func is not torch.randn:
-            return func(*args, **options)
         shape = options.get("size", args[0] if args and not isinstance(args[0], int) else args)
-        if not shape or shape[0] != self.images:
+        if func is not torch.randn or not shape or shape[0] != self.images:
             return func(*args, **options)
         device = torch.device(options.get("device") or "cpu")
         noise = self.noise(self.draws, tuple(shape[1:]), device)
@@ -270,23 +248,15 @@ class _Noise(TorchFunctionMode):
         return noise.to(options.get("dtype") or torch.get_default_dtype())
 
 
-def _noise_of_images(seed: int, index: Tensor, draw: int, shape: tuple[int, ...], device: Any) -> Tensor:
-    """Noise that belongs to the images, whatever else is in the batch."""
-    return normal(seed, index, _FIRST_DRAW - draw, shape, device)
-
-
 def _scaled(scheduler: Any, x: Tensor, t: Tensor) -> Tensor:
     """A state as the network is shown it."""
-    if not hasattr(scheduler, "scale_model_input"):
-        return x
-    scaled: Tensor = scheduler.scale_model_input(x, t)
-    return scaled
+    return scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
 
 
 def _uses_learned_variance(scheduler: Any) -> bool:
     kind = str(scheduler.config.get("variance_type"))
-    return type(scheduler).__name__ in LEARNED_VARIANCE and kind.startswith("learned")
+    return type(scheduler).__name__ in hf.LEARNED_VARIANCE and kind.startswith("learned")
 
 
 for _name in SCHEDULERS:
-    register(_name, partial(SchedulerSolver.named, _name), offered=partial(offered, _name))
+    register(_name, partial(SchedulerSolver.named, _name), offered=partial(hf.offered, _name))
