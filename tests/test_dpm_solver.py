@@ -18,8 +18,8 @@ from trueup.hf import as_denoiser
 from trueup.parametrization import Parametrization
 from trueup.sampling import DPMSolver, solvers_for
 from trueup.sampling.draw import count_evaluations
-from trueup.sampling.grid import between
 from trueup.sampling.network import Network
+from trueup.sampling.steps import between
 
 from tiny import tiny_unet
 

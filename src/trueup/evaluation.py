@@ -104,7 +104,7 @@ def evaluate(
         if applied is not None:
             notes.append(f"after: the calibration's trajectory of {applied.sampler} is applied as well")
         elif trajectory is None and number is not None and calibration.trajectories:
-            known = find_trajectory(calibration, solver, number, guidance)  # one that does nothing, or none
+            known = find_trajectory(calibration, solver, number, guidance, None)  # an idle one, or none
             notes += [] if known else [f"{_name(solver, number)}: {without_trajectory(calibration)}"]
         both = draw(solver, number, None, None), draw(solver, number, calibration, applied)
         rows.append(_row(solver, number, made, both, reference, notes))

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from trueup import __version__, typed
 from trueup.files import printable
-from trueup.solvers import NAMES
+from trueup.solvers import NAMES, OR_A_CLASS, did_you_mean
 
 _OVERVIEW = """examples:
   trueup demo                                          see the point, on a model that comes with trueup
@@ -103,7 +103,7 @@ class _Parser(argparse.ArgumentParser):
         options, unknown = self.parse_known_args(arguments)
         if unknown:
             named = next((word for word in unknown if word.startswith("--")), "")
-            hint = typed.did_you_mean(named.partition("=")[0], options.parser._option_string_actions)
+            hint = did_you_mean(named.partition("=")[0], options.parser._option_string_actions)
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         # None: a bar if somebody is looking, else a line every half minute.
         options.progress = False if options.quiet else None
@@ -113,7 +113,7 @@ class _Parser(argparse.ArgumentParser):
         """Commands and choices pass here."""
         if action.choices is not None and value not in action.choices:
             known = list(map(str, action.choices))
-            hint = typed.did_you_mean(str(value), known) or f" (choose from {', '.join(known)})"
+            hint = did_you_mean(str(value), known) or f" (choose from {', '.join(known)})"
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint}")
 
     def error(self, message: str) -> NoReturn:
@@ -130,7 +130,7 @@ _FIGURE: dict[str, Any] = {
     "help": "draw the size of the mean residual over time, the paper's figure 1 (.png, .svg or .pdf)",
 }
 _DEVICES = ("auto", "cpu", "cuda", "mps")
-_SOLVERS = f"{', '.join(NAMES)}, or the class of a diffusers scheduler"
+_SOLVERS = f"{', '.join(NAMES)}, {OR_A_CLASS}"
 _DEFAULT = f"{_SOLVERS} (default: dpm-solver-3)"
 _NFE = "evaluations of the network per sample, at most (default: 20); adaptive solvers decide themselves"
 _MADE = "what `calibrate` wrote"

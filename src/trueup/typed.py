@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from trueup.errors import TrueupError
 from trueup.solvers import NAMES, check_name
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint at the nearest name there is, or nothing.
-
-    >>> did_you_mean("calibrat", ["calibrate", "check"])
-    ', did you mean calibrate?'
-    """
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f", did you mean {near[0]}?" if near else ""
 
 
 def solver(text: str) -> str:

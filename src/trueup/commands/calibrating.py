@@ -13,9 +13,8 @@ import torch
 from trueup.calibration import Calibration, Trajectory, load
 from trueup.calibration.trajectory import find
 from trueup.commands import shared
-from trueup.commands.shared import say, show, warn
+from trueup.commands.shared import given, say, show, warn
 from trueup.demo import run as run_demo
-from trueup.demo import run_directory
 from trueup.denoiser import Denoiser
 from trueup.errors import Argument
 from trueup.estimate import Moments, fit, measure
@@ -61,7 +60,7 @@ def calibrate(options: argparse.Namespace) -> int:
 def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) -> Moments:
     """The network measured on data, or on its own samples."""
     data: Any
-    common: dict[str, Any] = {"seed": options.seed, "progress": options.progress}
+    common = given(options, "seed", "progress")
     if run is not None and options.generated is not None:
         how = {"nfe": options.generate_nfe, "labels": options.labels, "folder": run / "generated"}
         data = generate(denoiser, options.generated, **how, **common)
@@ -114,8 +113,8 @@ def _finished(partly: Path, calibration: Calibration, options: argparse.Namespac
 
 def _walk(options: argparse.Namespace) -> dict[str, Any]:
     """What says how trajectories are drawn."""
-    given = {name: getattr(options, name) for name in ("labels", "guidance", "seed", "progress")}
-    return {"trajectories": options.trajectories or TRAJECTORIES, **given}
+    how = given(options, "labels", "guidance", "seed", "progress")
+    return {"trajectories": options.trajectories or TRAJECTORIES, **how}
 
 
 def _solvers(denoiser: Denoiser, options: argparse.Namespace) -> list[tuple[Any, int]]:
@@ -196,9 +195,9 @@ def inspect(options: argparse.Namespace) -> int:
 
 def demo(options: argparse.Namespace) -> int:
     """`trueup demo`."""
-    options.run = run_directory(options.out, options.seed)
+    options.run = options.out / f"seed-{options.seed}.run"
     device = shared.find_device(options.device)
-    run_demo(options.out, seed=options.seed, device=device, progress=options.progress)
+    run_demo(options.out, options.run, device=device, **given(options, "seed", "progress"))
     return 0
 
 
@@ -209,9 +208,8 @@ def _report(calibration: Calibration, options: argparse.Namespace, more: dict[st
     if options.command == "inspect":
         origin = calibration.provenance
         weights = next(iter((origin.get("weights") or {}).values()), "none")
-        text += (
-            f"\nmade for: samples of shape {calibration.shape}, {calibration.parametrization.name} prediction, "
-            f"{calibration.process.kind} noise, weights {weights[:8]}; seed {origin.get('seed')}, "
-            f"{calibration.data_images:,} images"
-        )
+        predicts, noise = calibration.parametrization.name, calibration.process.kind
+        text += f"\nmade for: samples of shape {calibration.shape}, {predicts} prediction, {noise} noise, "
+        seed, images = origin.get("seed"), calibration.data_images
+        text += f"weights {weights[:8]}; seed {seed}, {images:,} images"
     show(options, {**as_json(calibration), **more}, text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from trueup.checks import BELONGS
 from trueup.commands import shared
@@ -25,13 +24,13 @@ def likelihood(options: argparse.Namespace) -> int:
     if not options.trust and not (run is not None and (run / "samples.json").exists()):
         shared.diagnosed(options, check_use, denoiser, open_images(data, denoiser, exact=True))
     found: Likelihood | Objectives
-    common: dict[str, Any] = {"seed": options.seed, "progress": options.progress}
+    common = shared.given(options, "seed", "progress")
     if method == "dsm":
         found = measure_objectives(denoiser, data, calibration, **common)
     else:
-        given = {name: value for name in BELONGS if (value := getattr(options, name)) not in (None, False)}
-        if given.pop("uniform", False):
-            given["importance"] = False
-        common |= {"method": method, "run": run, "force": options.force}
-        found = measure_likelihood(denoiser, data, calibration, **given, **common)
+        own = {name: value for name in BELONGS if (value := getattr(options, name)) not in (None, False)}
+        if own.pop("uniform", False):
+            own["importance"] = False
+        common |= shared.given(options, "method", "run", "force")
+        found = measure_likelihood(denoiser, data, calibration, **own, **common)
     return shared.conclude(options, found, "every image's")

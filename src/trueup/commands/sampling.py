@@ -10,7 +10,7 @@ import torch
 
 from trueup.calibration import load
 from trueup.commands import shared
-from trueup.commands.shared import say, show
+from trueup.commands.shared import given, say, show
 from trueup.errors import TrueupError
 from trueup.evaluation import build_reference, image_maker
 from trueup.evaluation import evaluate as compare
@@ -27,8 +27,7 @@ def sample(options: argparse.Namespace) -> int:
     solver = shared.open_solver(options.solver, denoiser, options.grid)
     found = find_trajectory(calibration, solver, options.nfe, options.guidance, options.trajectory)
     trajectory = None if found is None or found.empty else found
-    given = ("nfe", "labels", "guidance", "seed", "progress")
-    how: dict[str, Any] = {name: getattr(options, name) for name in given}
+    how = given(options, "nfe", "labels", "guidance", "seed", "progress")
     how |= {"solver": solver, "calibration": calibration, "trajectory": trajectory is not None}
     sample_batches(denoiser, options.samples, **how)  # or say what is wrong before there is a folder
     if found is not None and found.empty:
@@ -38,7 +37,7 @@ def sample(options: argparse.Namespace) -> int:
     y = None if options.labels is None else torch.tensor(options.labels, device=denoiser.device)
     evaluations = solver.evaluations(options.nfe, denoiser, y)
     autoencoder = denoiser.autoencoder if denoiser.data_range is None else None
-    if autoencoder is None and denoiser.data_range is None and options.output.suffix != ".npz":
+    if autoencoder is None and denoiser.data_range is None and options.output.suffix.lower() != ".npz":
         raise TrueupError("these samples are latents: write them to a .npz file, or pass their --vae")
     settings = {
         **denoiser.identity(),
@@ -80,14 +79,8 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.save_reference is not None:
         data = build_reference(data, denoiser, features, progress=options.progress)
         data.save(options.save_reference)
-    given = ("nfe", "samples", "labels", "guidance", "trajectory", "loss", "seed", "run", "force", "progress")
-    how: dict[str, Any] = {name: getattr(options, name) for name in given}
-    comparison = compare(
-        denoiser,
-        load(options.calibration),
-        data,
-        solvers=[shared.open_solver(name, denoiser, options.grid) for name in options.solver],
-        features=features,
-        **how,
-    )
+    solvers = [shared.open_solver(name, denoiser, options.grid) for name in options.solver]
+    how = given(options, "nfe", "samples", "labels", "guidance", "trajectory", "loss", "seed", "run", "force")
+    how |= {"solvers": solvers, "features": features, "progress": options.progress}
+    comparison = compare(denoiser, load(options.calibration), data, **how)
     return shared.conclude(options, comparison, "the features of the samples")

@@ -24,18 +24,16 @@ from trueup.report import plain_output
 from trueup.sampling import as_solver
 
 
+def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Options that the library calls by the same name."""
+    return {name: getattr(options, name) for name in names}
+
+
 def open_model(options: argparse.Namespace) -> Denoiser:
     """The model named on the command line."""
     logging.getLogger("diffusers").setLevel(logging.ERROR)  # it warns about what we check ourselves
-    denoiser = as_denoiser(
-        options.model,
-        scheduler=options.scheduler,
-        prediction=options.prediction,
-        model_range=options.model_range,
-        vae=options.vae,
-        device=find_device(options.device),
-        batch_size=options.batch_size,
-    )
+    how = given(options, "scheduler", "prediction", "model_range", "vae", "batch_size")
+    denoiser = as_denoiser(options.model, device=find_device(options.device), **how)
     if getattr(options, "null_label", None) is not None:
         denoiser.null_label = options.null_label
     return denoiser
@@ -66,16 +64,8 @@ def open_solver(name: str, denoiser: Denoiser, grid: str | None) -> Any:
 
 def images_of(options: argparse.Namespace, count: int | None = None) -> Images:
     """The images named on the command line."""
-    return Images(
-        options.data,
-        count=count or options.images,
-        resize=options.resize,
-        crop=options.crop,
-        flip=options.flip,
-        data_range=options.data_range,
-        seed=options.seed,
-        skip_bad=options.skip_bad,
-    )
+    how = given(options, "resize", "crop", "flip", "data_range", "seed", "skip_bad")
+    return Images(options.data, count=count or options.images, **how)
 
 
 def say(options: argparse.Namespace, line: str) -> None:

@@ -20,10 +20,9 @@ from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
 from trueup.process import NoiseProcess
 from trueup.sampling import adaptive
-from trueup.sampling.grid import GRIDS, between
 from trueup.sampling.network import Network
 from trueup.sampling.solver import Solver, register
-from trueup.sampling.steps import Levels, eps_weights, network_times, tableau
+from trueup.sampling.steps import GRIDS, Levels, between, eps_weights, network_times, tableau
 from trueup.solvers import DPM_SOLVERS
 
 ALLOCATIONS = ("fast", "fixed", "adaptive")
@@ -94,8 +93,6 @@ class DPMSolver(Solver):
                 raise TrueupError(f"{self.name} needs {between}: use dpm-solver-3")
             return None
         assert nfe is not None
-        if not whole_times:
-            return sum(self.orders(nfe))
         return sum(run[:, 1:].numel() for run in self.plan(denoiser.process, nfe, whole_times))
 
     def end_time(self, process: NoiseProcess, nfe: int | None) -> Tensor:
@@ -194,22 +191,23 @@ def _to_whole_times(runs: list[Tensor], process: NoiseProcess) -> list[Tensor]:
     return [torch.stack(list(same)) for _, same in groupby(moved, key=len)]
 
 
-def _named(name: str, denoiser: Denoiser) -> DPMSolver:
-    order, _, allocation = name.removeprefix("dpm-solver-").partition("-")
-    return DPMSolver(int(order), allocation=allocation or "fast")
-
-
-def _offered(name: str, denoiser: Denoiser) -> bool:
+def _offered(solver: DPMSolver, denoiser: Denoiser) -> bool:
     """Adaptive ones need times between the timesteps, and order 3 steps over too much of noise that explodes.
 
     (At the published tolerance Gaussian data came out with 1.2 times its standard deviation.)
     """
-    if not name.endswith("adaptive"):
+    if not solver.adaptive:
         return True
-    if name.startswith("dpm-solver-3") and denoiser.process.kind in ("edm", "ve"):
+    if solver.order == 3 and denoiser.process.kind in ("edm", "ve"):
         return False
     return denoiser.conditional or not denoiser.takes_whole_times_only()  # which needs labels to be tried
 
 
+def _register(name: str) -> None:
+    order, _, allocation = name.removeprefix("dpm-solver-").partition("-")
+    solver = DPMSolver(int(order), allocation=allocation or "fast")
+    register(name, lambda denoiser: solver, offered=partial(_offered, solver))
+
+
 for _name in DPM_SOLVERS:
-    register(_name, partial(_named, _name), offered=partial(_offered, _name))
+    _register(_name)

@@ -69,19 +69,9 @@ def sample(
     whether to keep the sampler's states on the marginals (see `calibrate_sampler`); by default where the
     calibration knows how for this sampler; True insists on it.
     """
-    batches = sample_batches(
-        model,
-        count,
-        solver=solver,
-        nfe=nfe,
-        calibration=calibration,
-        labels=labels,
-        guidance=guidance,
-        trajectory=trajectory,
-        seed=seed,
-        progress=progress,
-    )
-    return torch.cat([x.cpu() for _, x in batches])
+    how: dict[str, Any] = {"solver": solver, "nfe": nfe, "calibration": calibration, "labels": labels}
+    how |= {"guidance": guidance, "trajectory": trajectory, "seed": seed, "progress": progress}
+    return torch.cat([x.cpu() for _, x in sample_batches(model, count, **how)])
 
 
 def sample_batches(
@@ -172,11 +162,7 @@ def sampler_of(solver: Solver, nfe: int, guidance: float = 1.0) -> Sampler:
 
 
 def find_trajectory(
-    calibration: Calibration | None,
-    solver: Solver,
-    nfe: int | None,
-    guidance: float = 1.0,
-    wanted: bool | None = None,
+    calibration: Calibration | None, solver: Solver, nfe: int | None, guidance: float, wanted: bool | None
 ) -> Trajectory | None:
     """The trajectory to apply: the one for this sampler; wanted: True insists on it, False wants none."""
     if wanted is False or (wanted is None and (calibration is None or not calibration.trajectories)):

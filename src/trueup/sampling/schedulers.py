@@ -23,13 +23,7 @@ from trueup.sampling.solver import Solver, register
 from trueup.solvers import SCHEDULERS
 
 # Several evaluations per step, each its own "step": what lies between is no state.
-_STAGED = (
-    "HeunDiscreteScheduler",
-    "FlowMatchHeunDiscreteScheduler",
-    "KDPM2DiscreteScheduler",
-    "KDPM2AncestralDiscreteScheduler",
-    "DPMSolverSinglestepScheduler",
-)
+_STAGED = ("Heun", "KDPM2", "DPMSolverSinglestep")  # in the name of the class
 _CHANGE = 0.01  # of the noise in a state, to see where it goes
 _FIRST_DRAW = -2  # noise key of a scheduler's first draw; -1 is the starting noise
 
@@ -41,12 +35,13 @@ class SchedulerSolver(Solver):
     the range it was trained on.
     """
 
+    name = ""  # what it was asked for by, or its class
     adaptive = False
 
     def __init__(self, scheduler: Any, name: str | None = None, *, exact: bool = True):
         hf.check_scheduler(scheduler)
         self.scheduler, self.exact = copy.deepcopy(scheduler), exact
-        self._name = name or type(scheduler).__name__
+        self.name = name or type(scheduler).__name__
         self.process, self.parametrization = hf.scheduler_process(scheduler)
 
     @classmethod
@@ -55,27 +50,20 @@ class SchedulerSolver(Solver):
         scheduler, own = hf.make_scheduler(name, denoiser)
         return cls(scheduler, name, exact=own)
 
-    @property
-    def name(self) -> str:
-        """What it was asked for by, or its class."""
-        return self._name
-
     def __repr__(self) -> str:
         config = {k: v for k, v in self.scheduler.config.items() if not k.startswith("_")}
         return f"{type(self.scheduler).__name__}({', '.join(f'{k}={config[k]!r}' for k in sorted(config))})"
 
     def check(self, denoiser: Denoiser) -> None:
         """Raise unless the scheduler was made for a network like this."""
-        if self.parametrization != denoiser.parametrization:
-            raise MismatchError(
-                f"{self.name} is set up for networks that predict {self.parametrization.name}, this one "
-                f"predicts {denoiser.parametrization.name}"
-            )
+        ours, theirs = self.parametrization, denoiser.parametrization
+        if ours != theirs:
+            made_for = f"networks that predict {ours.name}, this one predicts {theirs.name}"
+            raise MismatchError(f"{self.name} is set up for {made_for}")
         if not denoiser.process.agrees_with(self.process):
-            raise MismatchError(
-                f"{self.name} steps through {self.process.kind} noise, or a schedule of it, that is not what "
-                f"the network was trained on ({denoiser.process.kind})"
-            )
+            trained_on = f"not what the network was trained on ({denoiser.process.kind})"
+            steps = f"steps through {self.process.kind} noise, or a schedule of it"
+            raise MismatchError(f"{self.name} {steps}, that is {trained_on}")
 
     def evaluations(self, nfe: int | None, denoiser: Denoiser | None = None, y: Any = None) -> int:
         """How many evaluations it makes of the `nfe` it may."""
@@ -172,7 +160,7 @@ class SchedulerSolver(Solver):
         if drew:  # a solver that adds noise: how much there is, the times say
             sigma[:-1] = alpha[:-1] * (-self.process.lam(times[1:])).exp()
         inner = torch.zeros(len(times), dtype=torch.bool)
-        if type(self.scheduler).__name__ in _STAGED:
+        if any(kind in type(self.scheduler).__name__ for kind in _STAGED):
             for i in range(len(times) - 1):  # does a change of state i arrive at the next one, as it should?
                 expected = (1 + _CHANGE) * stepped[i + 1]
                 found = self._probe(denoiser, nfe, change=i)[1][i + 1]

@@ -45,10 +45,7 @@ class Solver(Protocol):
         raise TrueupError(f"{self.name} does not say where its states lie: there are no trajectories for it")
 
     def solve(self, network: Network, noise: Tensor, nfe: int | None, adjust: Adjust | None = None) -> Tensor:
-        """From standard normal noise (B, *shape) to samples.
-
-        adjust(i, state) may change state i, of those that `states` lists.
-        """
+        """From noise (B, *shape) to samples; adjust(i, state) may change state i, of those in `states`."""
         ...
 
 
