@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from trueup.checks import BELONGS
 from trueup.commands import shared
-from trueup.density import Likelihood, Objectives
 from trueup.density import likelihood as measure_likelihood
 from trueup.density import objectives as measure_objectives
 from trueup.density.run import IMAGES
@@ -23,7 +23,7 @@ def likelihood(options: argparse.Namespace) -> int:
     data = shared.images_of(options, options.images or IMAGES.get(method, 200))
     if not options.trust and not (run is not None and (run / "samples.json").exists()):
         shared.diagnosed(options, check_use, denoiser, open_images(data, denoiser, exact=True))
-    found: Likelihood | Objectives
+    found: Any
     common = shared.given(options, "seed", "progress")
     if method == "dsm":
         found = measure_objectives(denoiser, data, calibration, **common)

@@ -11,7 +11,6 @@ import torch
 from trueup.calibration import load
 from trueup.commands import shared
 from trueup.commands.shared import given, say, show
-from trueup.errors import TrueupError
 from trueup.evaluation import build_reference, image_maker
 from trueup.evaluation import evaluate as compare
 from trueup.metrics import Reference, load_features
@@ -37,8 +36,6 @@ def sample(options: argparse.Namespace) -> int:
     y = None if options.labels is None else torch.tensor(options.labels, device=denoiser.device)
     evaluations = solver.evaluations(options.nfe, denoiser, y)
     autoencoder = denoiser.autoencoder if denoiser.data_range is None else None
-    if autoencoder is None and denoiser.data_range is None and options.output.suffix.lower() != ".npz":
-        raise TrueupError("these samples are latents: write them to a .npz file, or pass their --vae")
     settings = {
         **denoiser.identity(),
         "solver": repr(solver),

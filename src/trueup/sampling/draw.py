@@ -147,10 +147,9 @@ def check_labels(denoiser: Denoiser, labels: Any, guidance: float = 1.0) -> Tens
         advice = "say which labels to sample as {}"
         raise TrueupError("this network is conditional", advice, Argument("labels"))
     try:
-        values = torch.as_tensor(labels)
+        values = torch.atleast_1d(torch.as_tensor(labels))
     except (TypeError, ValueError):
         raise TrueupError(f"labels are numbers, or a tensor with a row each, not {labels!r}") from None
-    values = values.reshape(1) if values.ndim == 0 else values
     if not len(values):
         raise TrueupError("there is no label among the labels")
     return values

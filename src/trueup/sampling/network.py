@@ -51,6 +51,6 @@ class Network:
         unconditional, conditional = both.chunk(2)
         guided = unconditional + self.guidance * (conditional - unconditional)
         channels = self.denoiser.shape[0]
-        if guided.shape[1] == channels:
-            return guided
-        return torch.cat([guided[:, :channels], conditional[:, channels:]], 1)  # variances are not guided
+        if guided.shape[1] > channels:
+            guided[:, channels:] = conditional[:, channels:]  # variances are not guided
+        return guided

@@ -168,10 +168,7 @@ class SchedulerSolver(Solver):
         return States(times, alpha, sigma, inner)
 
     def _probe(self, denoiser: Denoiser, nfe: int, change: int | None = None) -> tuple[Tensor, Tensor, bool]:
-        """alpha and sigma of every state, and whether noise was drawn (here all zero).
-
-        change: the noise in this state is made larger by _CHANGE.
-        """
+        """alpha and sigma of all states, noise in one larger by _CHANGE; and if any was drawn (all zero)."""
         scheduler = self._set(nfe)
         times = scheduler.timesteps
         alpha, sigma = (f(times.double()).float() for f in (self.process.alpha, self.process.sigma))
@@ -213,7 +210,7 @@ class _View(NamedTuple):
         x_t, channels = x * self.scale, x.shape[1]
         output = network(x_t, self.t, variance=variance)
         mean = self.on_output * output[:, :channels] + self.on_x * x_t
-        return torch.cat([mean, output[:, channels:]], 1) if output.shape[1] > channels else mean
+        return torch.cat([mean, output[:, channels:]], 1)  # which may be none
 
 
 class _Noise(TorchFunctionMode):

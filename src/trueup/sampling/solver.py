@@ -11,7 +11,6 @@ from trueup.calibration.trajectory import Adjust, States
 from trueup.denoiser import Denoiser
 from trueup.errors import ModelError, TrueupError
 from trueup.sampling.network import Network
-from trueup.solvers import check_name
 
 
 @runtime_checkable
@@ -75,7 +74,6 @@ def solvers_for(denoiser: Denoiser) -> list[str]:
 
 def named(name: str, denoiser: Denoiser) -> Solver:
     """A solver by its name, set up for a denoiser."""
-    check_name(name, _KNOWN)
     make, offered = _KNOWN[name]
     if not offered(denoiser):
         there, kind = ", ".join(solvers_for(denoiser)), denoiser.process.kind

@@ -93,10 +93,8 @@ def eps_weights(parametrization: Parametrization, levels: Levels) -> tuple[Tenso
 
 
 def network_times(process: NoiseProcess, t: Tensor) -> Tensor:
-    """What the network is told: never a time it was not trained on.
-
-    The published end time lies below the first timestep, and points shortly before it may as well.
-    """
+    """What the network is told: never a time it was not trained on."""
+    # The published end time lies below the first timestep, and points shortly before it may as well.
     return t.clamp(process.t_min, process.t_max)
 
 

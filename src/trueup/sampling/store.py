@@ -199,11 +199,11 @@ class Output:
     """Where samples go, by name: a file that ends in .npz or .png (a grid), else a folder of PNGs."""
 
     def __init__(self, path: Path, count: int, settings: dict[str, Any], *, force: bool = False):
-        self.path, self.count = path, count
-        self.one_file = path.suffix.lower() in (".npz", ".png")
-        if path.suffix.lower() in _OTHERS:
+        self.path, self.count, self.kind = path, count, path.suffix.lower()
+        self.one_file = self.kind in (".npz", ".png")
+        if self.kind in _OTHERS:
             raise TrueupError(f"{path}: samples go to a folder of PNGs, a .png (a grid) or a .npz file")
-        if path.suffix.lower() == ".png" and count > _LARGEST_GRID:
+        if self.kind == ".png" and count > _LARGEST_GRID:
             raise TrueupError(f"a grid of {count} images is too large: name a folder or a .npz file")
         if path.is_dir() and self.one_file:
             raise TrueupError(f"{path} is a directory: name a file")
@@ -227,7 +227,7 @@ class Output:
         if not self.one_file:
             return
         images = self.kept.tensors(self.count)["images"]
-        if self.path.suffix.lower() == ".png":
+        if self.kind == ".png":
             write(self.path, png(grid(images)))
         else:
             if images.dtype == torch.uint8 and images.ndim == 4:
@@ -244,15 +244,11 @@ def grid(images: Tensor, columns: int | None = None, gap: int = 2) -> Tensor:
     >>> grid(torch.zeros(5, 1, 8, 8, dtype=torch.uint8), columns=3).shape
     torch.Size([1, 18, 28])
     """
-    n, channels, height, width = images.shape
-    columns = columns or math.ceil(math.sqrt(n))
-    rows = math.ceil(n / columns)
-    size = (rows * (height + gap) - gap, columns * (width + gap) - gap)
-    sheet = torch.full((channels, *size), 255, dtype=torch.uint8)
-    for i, image in enumerate(images):
-        top, left = (i // columns) * (height + gap), (i % columns) * (width + gap)
-        sheet[:, top : top + height, left : left + width] = image
-    return sheet
+    columns = columns or math.ceil(math.sqrt(len(images)))
+    room = (0, gap, 0, gap, 0, 0, 0, -len(images) % columns)  # to the right, below, and for missing images
+    padded = torch.nn.functional.pad(images, room, value=255)
+    rows = padded.unflatten(0, (-1, columns))  # (rows, columns, C, H + gap, W + gap)
+    return rows.permute(2, 0, 3, 1, 4).flatten(3).flatten(1, 2)[:, : -gap or None, : -gap or None]
 
 
 def png(image: Tensor) -> bytes:

@@ -124,7 +124,6 @@ def measure(moments: StateMoments, target: Target, fitted: tuple[Tensor, Tensor]
         by_variance = 0.5 * sizes * (r - 1 - r.log() - 0.5 * noise_of_r)
         return (by_mean + by_variance).sum(0)
 
-    value = nats()
     folds = len(moments.rows)
     left_out = torch.stack([nats(fold) for fold in range(folds)])  # (F, bands)
     scatter = (folds - 1) / folds * (left_out - left_out.mean(0)).square().sum(0)
@@ -138,7 +137,7 @@ def measure(moments: StateMoments, target: Target, fitted: tuple[Tensor, Tensor]
     shared = shared + (sizes * target.variance_var / target.variance.square()).square().sum(0) / 8
     mean = (square / target.variance).clamp_min(0.0).sqrt()
     ratio_se = ratio * (0.25 * (states_var + data_var)).sqrt()
-    return Miss(mean, ratio, ratio_se, value, (scatter + shared).sqrt(), (total + shared.sum()).sqrt())
+    return Miss(mean, ratio, ratio_se, nats(), (scatter + shared).sqrt(), (total + shared.sum()).sqrt())
 
 
 def fit(moments: StateMoments, target: Target) -> tuple[Tensor, Tensor]:
