@@ -136,6 +136,19 @@ def test_exactly_as_many_evaluations_as_asked_for(order, nfe, grid):
     assert told == [len(start())] * nfe
 
 
+def test_progress_counts_the_images_that_are_still_on_their_way():
+    """Adaptive steps: whoever has arrived is not evaluated, and was counted nevertheless."""
+    network, told, x = network_of(processes.ContinuousVP()), [], start()
+    network.advance = told.append
+    together = DPMSolver(3, allocation="adaptive").solve(network, x, None)
+    alone, each = [], []
+    for row in x.split(1):
+        network.advance = each.append
+        alone.append(DPMSolver(3, allocation="adaptive").solve(network, row, None))
+    assert torch.allclose(torch.cat(alone), together)
+    assert sum(told) == sum(each) < told[0] * len(told)
+
+
 def test_the_end_time_depends_on_the_budget():
     process = processes.ContinuousVP()
     assert float(DPMSolver(3).end_time(process, 14)) == pytest.approx(1e-3)

@@ -497,7 +497,13 @@ def test_other_processes_and_scales(gaussian, process, kind, name, nfe):
 
 @pytest.mark.parametrize(
     ("name", "inner"),
-    [("ddim", []), ("dpm++2m", []), ("heun", [0, 2, 4]), ("kdpm2", [0, 2, 4]), ("dpm++2s", [0, 2, 4])],
+    [
+        ("ddim", []),
+        ("dpm++2m", []),
+        ("heun", [0, 2, 4]),
+        ("kdpm2", [0, 2, 4]),
+        ("dpm++2s", [0, 2, 4]),
+    ],
 )
 def test_states_within_a_step_are_known_and_left_alone(exact, calibration, name, inner):
     """Heun's predictor and the like: the solver does not go on from there."""
