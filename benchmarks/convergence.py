@@ -66,7 +66,7 @@ def main() -> None:
                 errors, counts = [], []
                 for nfe in (480, 960):
                     network = Network(data.denoiser(process, dtype=torch.float64))
-                    y = solver.solve(network, x, nfe, lambda evaluations: None)
+                    y = solver.solve(network, x, nfe)
                     errors.append(float((y - exact[name]).abs().max()))
                     counts.append(network.evaluations)
                 measured = math.log2(errors[0] / errors[1])
@@ -82,7 +82,7 @@ def main() -> None:
     scheduler.set_timesteps(10)
     x = normal(0, torch.arange(8), -1, denoiser.shape, torch.device("cpu")).double()
     with torch.inference_mode():
-        ours = DPMSolver(1, grid="uniform", end=0.1).solve(Network(denoiser), x, 9, lambda evaluations: None)
+        ours = DPMSolver(1, grid="uniform", end=0.1).solve(Network(denoiser), x, 9)
         for t in scheduler.timesteps[:-1]:
             x = scheduler.step(denoiser.network(x, t).sample, t, x).prev_sample
     print(f"\norder 1 against diffusers' DDIM, bundled model: {float((ours - x).abs().max()):.1e} at most")

@@ -18,8 +18,8 @@ from trueup.hf import as_denoiser
 from trueup.parametrization import Parametrization
 from trueup.sampling import DPMSolver, solvers_for
 from trueup.sampling.draw import count_evaluations
-from trueup.sampling.grid import between
 from trueup.sampling.network import Network
+from trueup.sampling.steps import between
 
 from tiny import tiny_unet
 
@@ -56,7 +56,7 @@ def exact(process, noise, end):
 
 
 def solve(solver, network, x, nfe):
-    return solver.solve(network, x, nfe, lambda evaluations: None)
+    return solver.solve(network, x, nfe)
 
 
 def error(solver, process, kind, nfe):
@@ -130,8 +130,23 @@ def test_the_published_allocations():
 def test_exactly_as_many_evaluations_as_asked_for(order, nfe, grid):
     network = network_of(processes.DiscreteVP.linear())
     told = []
-    DPMSolver(order, grid=grid).solve(network, start(), nfe, told.append)
-    assert network.evaluations == sum(told) == nfe
+    network.advance = told.append
+    DPMSolver(order, grid=grid).solve(network, start(), nfe)
+    assert network.evaluations == nfe
+    assert told == [len(start())] * nfe
+
+
+def test_progress_counts_the_images_that_are_still_on_their_way():
+    """Adaptive steps: whoever has arrived is not evaluated, and was counted nevertheless."""
+    network, told, x = network_of(processes.ContinuousVP()), [], start()
+    network.advance = told.append
+    together = DPMSolver(3, allocation="adaptive").solve(network, x, None)
+    alone, each = [], []
+    for row in x.split(1):
+        network.advance = each.append
+        alone.append(DPMSolver(3, allocation="adaptive").solve(network, row, None))
+    assert torch.allclose(torch.cat(alone), together)
+    assert sum(told) == sum(each) < told[0] * len(told)
 
 
 def test_the_end_time_depends_on_the_budget():

@@ -123,13 +123,12 @@ class Halves(Solver):
     def settings(self):
         return {"kind": "halves"}
 
-    def solve(self, network, noise, nfe, advance, *, seed=0, index=None, adjust=None):
+    def solve(self, network, noise, nfe, adjust=None):
         x, process = noise, network.process
         for t, s in ((999.0, 500.0), (500.0, 0.0)):
             eps = network(x, t)
             x0 = (x - process.sigma(t) * eps) / process.alpha(t)
             x = (process.alpha(s) * x0 + process.sigma(s) * eps).float()
-            advance(1)
         return x
 
 

@@ -16,7 +16,6 @@ from trueup.calibration import Sampler
 from trueup.errors import DataError, MismatchError, TrueupError
 from trueup.images import Samples
 from trueup.process import EDM, DiscreteVP, Flow
-from trueup.progress import Progress
 from trueup.sampling import as_solver, generate
 from trueup.sampling.draw import draw, network_for, sampler_of
 from trueup.solvers import SCHEDULERS
@@ -128,8 +127,9 @@ def test_dpm_solver_is_adjusted_at_the_end_of_its_steps(exact):
 
     solver = as_solver("dpm-solver-3", exact)
     states = solver.states(exact, 10)
-    with Progress(None, "drawing", show=False) as bar:
-        draw(solver, network_for(exact), torch.arange(2), 0, 10, bar, watch)
+    network = network_for(exact)
+    network.index = torch.arange(2)
+    draw(solver, network, 10, watch)
     assert seen == list(range(len(states))) == [0, 1, 2, 3]
     assert float(states.t[0]) == 999
     assert float(states.sigma[-1]) == pytest.approx(float(exact.process.sigma(torch.tensor(0.0))), rel=1e-3)

@@ -31,18 +31,6 @@ _HOME = {
     "TrueupError": "trueup.errors",
 }
 
-_ROOMS = (
-    "calibration",
-    "density",
-    "estimate",
-    "hf",
-    "images",
-    "metrics",
-    "process",
-    "sampling",
-    "trajectory",
-)
-
 __all__ = ["__version__", *_HOME, "process"]
 
 if TYPE_CHECKING:
@@ -62,13 +50,14 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     from importlib import import_module
+    from importlib.util import find_spec
 
-    if name in _ROOMS:
-        return import_module(f"trueup.{name}")
-    if name not in _HOME:
+    if name in _HOME:
+        globals()[name] = value = getattr(import_module(_HOME[name]), name)
+        return value
+    if find_spec(f"trueup.{name}") is None:
         raise AttributeError(f"module 'trueup' has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(_HOME[name]), name)
-    return value
+    return import_module(f"trueup.{name}")
 
 
 def __dir__() -> list[str]:

@@ -10,16 +10,8 @@ from trueup.errors import Argument, DataError, ModelError, TrueupError
 from trueup.files import bundled
 
 # Options of `likelihood` that only one of its methods has.
-BELONGS = {
-    "steps": "bound",
-    "variance": "bound",
-    "draws": "bound",
-    "uniform": "bound",
-    "tolerance": "ode",
-    "trace": "ode",
-    "probes": "ode",
-    "start": "ode",
-}
+BELONGS = dict.fromkeys(("steps", "variance", "draws", "uniform"), "bound")
+BELONGS |= dict.fromkeys(("tolerance", "trace", "probes", "start"), "ode")
 
 
 def check(options: argparse.Namespace) -> None:
@@ -30,13 +22,12 @@ def check(options: argparse.Namespace) -> None:
         other = next((name for name in names if not name.startswith("dpm-solver")), None)
         if other is not None:
             raise TrueupError(f"--grid belongs to DPM-Solver: {other} has its own")
-    if options.command == "sample":  # which may write to a folder
-        _check_samples(options.output, options.force)
-    else:
-        for name in ("output", "save_reference", "figure"):
-            path = getattr(options, name, None)
-            if path is not None:
-                _check_output(path, name == "figure" or options.force)
+    for name in ("output", "save_reference", "figure"):
+        path = getattr(options, name, None)
+        if path is not None and options.command == "sample" and path.suffix.lower() not in (".png", ".npz"):
+            _check_folder(path if path.is_dir() else path.parent)  # `Output` looks at what is in it
+        elif path is not None:
+            _check_output(path, name == "figure" or options.force)
     for name in ("calibration", "reference", "scheduler", "vae", "weights", "file"):
         path = getattr(options, name, None)
         if path is not None and not Path(path).exists():
@@ -44,10 +35,8 @@ def check(options: argparse.Namespace) -> None:
     if getattr(options, "data", None) is not None and not bundled(options.data).exists():
         raise DataError(f"{options.data} is not there: name a folder of images, a .npy or an .npz file")
     if hasattr(options, "model") and not bundled(options.model).is_dir():
-        raise ModelError(
-            f"{options.model} is not a directory that save_pretrained wrote (a name on the Hub must be "
-            "downloaded first)"
-        )
+        advice = "(a name on the Hub must be downloaded first)"
+        raise ModelError(f"{options.model} is not a directory that save_pretrained wrote {advice}")
 
 
 def _check_output(output: Path, force: bool) -> None:
@@ -61,14 +50,6 @@ def _check_output(output: Path, force: bool) -> None:
     _check_folder(output.parent)
 
 
-def _check_samples(output: Path, force: bool) -> None:
-    """One file, or a folder that may be made or added to; `Output` looks at what is in it."""
-    if output.suffix.lower() in (".png", ".npz"):
-        _check_output(output, force)
-    else:
-        _check_folder(output if output.is_dir() else output.parent)
-
-
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise TrueupError(f"{folder} is not a directory: make it first")
@@ -78,10 +59,8 @@ def _check_folder(folder: Path) -> None:
 
 def _calibrate(options: argparse.Namespace) -> None:
     if sum(given is not None for given in (options.data, options.generated, options.calibration)) != 1:
-        raise DataError(
-            "say what to measure on, one of --data, --generated N (samples of the model itself) and, to add "
-            "samplers to it, --calibration FILE"
-        )
+        others = "--generated N (samples of the model itself) and, to add samplers to it, --calibration FILE"
+        raise DataError(f"say what to measure on, one of --data, {others}")
     if options.calibration is not None and options.solver is None:
         raise DataError("say which sampler to add to the calibration: --solver NAME --nfe N")
     _check_about_samplers(options)
@@ -92,7 +71,8 @@ def _check(options: argparse.Namespace) -> None:
     if options.solver is None:
         if options.calibration is not None:
             raise TrueupError("--calibration goes with --solver: how its states drift with the calibration")
-        _need_data(options, "say what to measure on")
+        if options.data is None:
+            raise DataError("say what to measure on: --data")
         return
     for name in ("fail_above", "figure"):
         if getattr(options, name) is not None:
@@ -126,12 +106,8 @@ def _likelihood(options: argparse.Namespace) -> None:
         raise TrueupError("--trace exact needs no probes: leave out --probes")
     if options.run is not None and options.method == "dsm":
         raise TrueupError("--dsm keeps nothing: leave out --run")
-    _need_data(options, "say whose likelihood to measure")
-
-
-def _need_data(options: argparse.Namespace, words: str) -> None:
     if options.data is None:
-        raise DataError(f"{words}: --data")
+        raise DataError("say whose likelihood to measure: --data")
 
 
 _CHECKS = {"calibrate": _calibrate, "check": _check, "evaluate": _evaluate, "likelihood": _likelihood}

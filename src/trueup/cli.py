@@ -42,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("TRUEUP_DEBUG"):
             raise
-        words = f"{type(error).__name__}: {line(error, 300)} (TRUEUP_DEBUG=1 shows where)"
-        print(f"trueup: {words}", file=sys.stderr)
+        kind, words = type(error).__name__, line(error, 300)
+        print(f"trueup: {kind}: {words} (TRUEUP_DEBUG=1 shows where)", file=sys.stderr)
         return 2
 
 

@@ -29,26 +29,19 @@ SHOWN = 12
 _ZOOM = 3
 
 
-def run_directory(out: Path, seed: int) -> Path:
-    """Where a demo keeps what it measured."""
-    return out / f"seed-{seed}.run"
-
-
-def run(out: Path, *, seed: int = 0, device: str = "cpu", progress: bool | None = None) -> None:
+def run(out: Path, kept: Path, *, seed: int = 0, device: str = "cpu", progress: bool | None = None) -> None:
     """Calibrate the raw weights, sample before and after with the same seeds, and draw it."""
     diffusers = diffusers_module("the demo")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TrueupError(f"cannot use {out}: {error.strerror or error}") from None
-    print(
-        "A small diffusion model trained on Fashion-MNIST, its raw last weights. Measuring how it misses on "
-        f"{IMAGES} images:\n"
-    )
+    print("A small diffusion model trained on Fashion-MNIST, its raw last weights.", end=" ")
+    print(f"Measuring how it misses on {IMAGES} images:\n")
     raw, ema = (as_denoiser(BUNDLED / name, device=device, batch_size=32) for name in ("raw", "ema"))
     pictures = np.load(BUNDLED / "images.npy")
     images = Images(pictures, count=IMAGES, seed=seed)
-    moments = measure(raw, images, seed=seed, run=run_directory(out, seed), progress=progress)
+    moments = measure(raw, images, seed=seed, run=kept, progress=progress)
     shift, spectral = (fit(moments, family=family) for family in ("shift", "spectral"))
     file = out / "demo.trueup.safetensors"
     spectral.save(file)
@@ -66,10 +59,8 @@ def run(out: Path, *, seed: int = 0, device: str = "cpu", progress: bool | None 
         for name, net, used in rows
     }
     data = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
-    print(
-        f"{SAMPLES} samples each, DDIM in {STEPS} steps, same seeds; mean brightness of an image, 0..255:\n"
-    )
-    print(f"{'':14} {'mean':>6} {'s.d.':>6} {'distance to the data (W1)':>27}")
+    print(f"{SAMPLES} samples each, DDIM in {STEPS} steps, same seeds; mean brightness of an image, 0..255:")
+    print(f"\n{'':14} {'mean':>6} {'s.d.':>6} {'distance to the data (W1)':>27}")
     for name, x in drawn.items():
         mean, spread, distance = brightness(x, data)
         print(f"{name:14} {mean:6.1f} {spread:6.1f} {distance:27.1f}")
@@ -90,16 +81,15 @@ def brightness(x: Tensor, data: Tensor) -> tuple[float, float, float]:
 def draw(rows: dict[str, Tensor], path: Path) -> None:
     """A labelled row of images each."""
     font = ImageFont.load_default(15)
-    columns, (_, height, width) = SHOWN, next(iter(rows.values()))[0].shape
-    label, gap = 110, 4
-    cell_w, cell_h = width * _ZOOM + gap, height * _ZOOM + gap
-    sheet = Image.new("L", (label + columns * cell_w, len(rows) * cell_h), 255)
+    height, width = (_ZOOM * size for size in next(iter(rows.values())).shape[-2:])
+    label, cell_w, cell_h = 110, width + 4, height + 4
+    sheet = Image.new("L", (label + SHOWN * cell_w, len(rows) * cell_h), 255)
     pen = ImageDraw.Draw(sheet)
     for i, (name, images) in enumerate(rows.items()):
         pen.text((4, i * cell_h + cell_h / 2 - 10), name, fill=0, font=font)
         for j, image in enumerate(images):
             pixels = ((image[0].clamp(-1, 1) + 1) * 127.5).round().byte().numpy()
-            tile = Image.fromarray(pixels).resize((width * _ZOOM, height * _ZOOM), Image.Resampling.BICUBIC)
+            tile = Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
             sheet.paste(tile, (label + j * cell_w, i * cell_h))
     content = io.BytesIO()
     sheet.save(content, "PNG")

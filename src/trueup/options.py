@@ -8,21 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trueup import __version__
+from trueup import __version__, typed
 from trueup.files import printable
-from trueup.solvers import NAMES
-from trueup.typed import (
-    counts,
-    did_you_mean,
-    labels,
-    picture,
-    positive,
-    positive_float,
-    share,
-    solver,
-    solvers,
-    value_range,
-)
+from trueup.solvers import NAMES, OR_A_CLASS, did_you_mean
 
 _OVERVIEW = """examples:
   trueup demo                                          see the point, on a model that comes with trueup
@@ -117,6 +105,8 @@ class _Parser(argparse.ArgumentParser):
             named = next((word for word in unknown if word.startswith("--")), "")
             hint = did_you_mean(named.partition("=")[0], options.parser._option_string_actions)
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        # None: a bar if somebody is looking, else a line every half minute.
+        options.progress = False if options.quiet else None
         return options
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -130,100 +120,84 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, printable(f"{self.prog}: {message} (see {self.prog} --help)") + "\n")
 
 
+_FLAG: dict[str, Any] = {"action": "store_true"}
+_FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+_LIST: dict[str, Any] = {"type": typed.solvers, "metavar": "A,B,.."}
+_COUNT: dict[str, Any] = {"type": typed.positive, "metavar": "N"}
+_FIGURE: dict[str, Any] = {
+    "type": typed.picture,
+    "metavar": "FILE",
+    "help": "draw the size of the mean residual over time, the paper's figure 1 (.png, .svg or .pdf)",
+}
+_DEVICES = ("auto", "cpu", "cuda", "mps")
+_SOLVERS = f"{', '.join(NAMES)}, {OR_A_CLASS}"
+_DEFAULT = f"{_SOLVERS} (default: dpm-solver-3)"
+_NFE = "evaluations of the network per sample, at most (default: 20); adaptive solvers decide themselves"
+_MADE = "what `calibrate` wrote"
+
+
 def parser() -> _Parser:
     """The whole command line."""
     top = _Parser(prog="trueup", opening=_OVERVIEW)
     top.add_argument("--version", action="version", version=f"trueup {__version__}")
     commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
 
-    calibrate = commands.add_parser(
-        "calibrate", help="measure a model and write its calibration", opening=_CALIBRATE
-    )
+    def command(name: str, opening: str, words: str, **defaults: Any) -> _Parser:
+        added = commands.add_parser(name, help=words, opening=opening)
+        added.set_defaults(command=name, parser=added, **defaults)
+        return added
+
+    calibrate = command("calibrate", _CALIBRATE, "measure a model and write its calibration")
     data = _add_data(calibrate, images=500)
-    data.add_argument(
-        "--generated", type=positive, metavar="N", help="instead of --data: N samples of the model itself"
-    )
-    data.add_argument(
-        "--generate-nfe", type=positive, default=50, metavar="N", help="evaluations for each (default: 50)"
-    )
+    data.add_argument("--generated", **_COUNT, help="instead of --data: N samples of the model itself")
+    data.add_argument("--generate-nfe", **_COUNT, default=50, help="evaluations for each (default: 50)")
     _add_sampler(calibrate, "a calibration made before, instead of --data: to add samplers to it")
     _add_model(calibrate)
     _add_fit(calibrate)
-    calibrate.add_argument(
-        "-o", "--output", required=True, type=Path, metavar="FILE", help="the calibration to write"
-    )
-    calibrate.add_argument("--force", action="store_true", help="replace FILE if it exists")
-    calibrate.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: FILE.run)")
-    calibrate.add_argument(
-        "--trust", action="store_true", help="calibrate even if the model seems to be used wrongly"
-    )
-    calibrate.set_defaults(command="calibrate", parser=calibrate)
+    _add_output(calibrate, "the calibration to write", required=True)
+    calibrate.add_argument("--trust", **_FLAG, help="calibrate even if the model seems to be used wrongly")
 
-    check = commands.add_parser(
-        "check", help="say how miscalibrated a model is; write nothing", opening=_CHECK
-    )
+    check = command("check", _CHECK, "say how miscalibrated a model is; write nothing")
     _add_data(check, images=100)
     _add_sampler(check, "with --solver: the drift with this calibration, instead of --data")
     _add_model(check)
     _add_fit(check)
-    check.add_argument(
-        "--fail-above",
-        type=positive_float,
-        metavar="X",
-        help="exit with 1 if calibrating would surely gain more than X bits/dim of the likelihood bound",
-    )
-    check.add_argument("--figure", type=picture, metavar="FILE", help=_FIGURE)
-    check.set_defaults(command="check", parser=check)
+    surely = "exit with 1 if calibrating would surely gain more than X bits/dim of the likelihood bound"
+    check.add_argument("--fail-above", type=typed.positive_float, metavar="X", help=surely)
+    check.add_argument("--figure", **_FIGURE)
 
-    sample = commands.add_parser("sample", help="draw samples, calibrated or not", opening=_SAMPLE)
-    sample.add_argument("-n", "--samples", type=positive, default=64, metavar="N", help="default: 64")
-    sample.add_argument("--calibration", type=Path, metavar="FILE", help="what `calibrate` wrote")
-    sample.add_argument("--solver", type=solver, default="dpm-solver-3", metavar="NAME", help=_DEFAULT)
-    sample.add_argument("--nfe", type=positive, default=20, metavar="N", help=_NFE)
+    sample = command("sample", _SAMPLE, "draw samples, calibrated or not")
+    sample.add_argument("-n", "--samples", **_COUNT, default=64, help="default: 64")
+    sample.add_argument("--calibration", **_FILE, help=_MADE)
+    sample.add_argument("--solver", type=typed.solver, default="dpm-solver-3", metavar="NAME", help=_DEFAULT)
+    sample.add_argument("--nfe", **_COUNT, default=20, help=_NFE)
     _add_sampling(sample)
     _add_model(sample)
-    sample.add_argument(
-        "-o", "--output", required=True, type=Path, metavar="PATH", help="a folder, or a .png or .npz file"
-    )
-    sample.add_argument("--force", action="store_true", help="replace a file, or other samples in the folder")
-    sample.set_defaults(command="sample", parser=sample)
+    where = "a folder, or a .png or .npz file"
+    sample.add_argument("-o", "--output", required=True, type=Path, metavar="PATH", help=where)
+    sample.add_argument("--force", **_FLAG, help="replace a file, or other samples in the folder")
 
-    evaluate = commands.add_parser(
-        "evaluate", help="compare samples with and without a calibration", opening=_EVALUATE
-    )
-    evaluate.add_argument(
-        "--calibration", type=Path, required=True, metavar="FILE", help="what `calibrate` wrote"
-    )
-    evaluate.add_argument("--solver", type=solvers, default=["dpm-solver-3"], metavar="A,B,..", help=_DEFAULT)
-    evaluate.add_argument("--nfe", type=counts, default=[20], metavar="N,M,..", help=_NFE)
-    evaluate.add_argument("-n", "--samples", type=positive, default=1000, metavar="N", help="default: 1000")
+    evaluate = command("evaluate", _EVALUATE, "compare samples with and without a calibration")
+    evaluate.add_argument("--calibration", required=True, **_FILE, help=_MADE)
+    evaluate.add_argument("--solver", **_LIST, default=["dpm-solver-3"], help=_DEFAULT)
+    evaluate.add_argument("--nfe", type=typed.counts, default=[20], metavar="N,M,..", help=_NFE)
+    evaluate.add_argument("-n", "--samples", **_COUNT, default=1000, help="default: 1000")
     _add_data(evaluate, images=10000)
     measures = evaluate.add_argument_group("measures")
-    measures.add_argument(
-        "--features",
-        default="efficientnet",
-        metavar="NAME",
-        help="efficientnet (default), inception, pixels, or package.module:name",
-    )
-    measures.add_argument(
-        "--weights", type=Path, metavar="FILE", help="of inception, where it cannot be downloaded"
-    )
-    measures.add_argument("--reference", type=Path, metavar="FILE", help="instead of --data, saved before")
-    measures.add_argument("--save-reference", type=Path, metavar="FILE", help="keep the data's statistics")
-    measures.add_argument(
-        "--no-loss", dest="loss", action="store_false", help="leave the denoising loss out, and save its time"
-    )
+    known = "efficientnet (default), inception, pixels, or package.module:name"
+    measures.add_argument("--features", default="efficientnet", metavar="NAME", help=known)
+    measures.add_argument("--weights", **_FILE, help="of inception, where it cannot be downloaded")
+    measures.add_argument("--reference", **_FILE, help="instead of --data, saved before")
+    measures.add_argument("--save-reference", **_FILE, help="keep the data's statistics")
+    loss = "leave the denoising loss out, and save its time"
+    measures.add_argument("--no-loss", dest="loss", action="store_false", help=loss)
     _add_sampling(evaluate)
     _add_model(evaluate)
-    evaluate.add_argument("-o", "--output", type=Path, metavar="FILE", help="write a comparison.json")
-    evaluate.add_argument("--force", action="store_true", help="replace FILE if it exists")
-    evaluate.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: FILE.run)")
-    evaluate.set_defaults(command="evaluate", parser=evaluate)
+    _add_output(evaluate, "write a comparison.json")
 
-    likelihood = commands.add_parser(
-        "likelihood", help="how likely images are, calibrated or not", opening=_LIKELIHOOD
-    )
-    likelihood.add_argument("--calibration", type=Path, metavar="FILE", help="what `calibrate` wrote")
+    likely = "how likely images are, calibrated or not"
+    likelihood = command("likelihood", _LIKELIHOOD, likely, method="bound")
+    likelihood.add_argument("--calibration", **_FILE, help=_MADE)
     which = likelihood.add_mutually_exclusive_group()
     for name, text in (
         ("bound", "the variational bound (default)"),
@@ -232,115 +206,73 @@ def parser() -> _Parser:
     ):
         which.add_argument(f"--{name}", action="store_const", dest="method", const=name, help=text)
     bound = likelihood.add_argument_group("bound")
-    bound.add_argument(
-        "--steps", type=positive, metavar="T", help="of a chain of T steps (default: continuous)"
-    )
+    steps = "of a chain of T steps (default: continuous)"
+    bound.add_argument("--steps", type=typed.positive, metavar="T", help=steps)
     bound.add_argument("--variance", choices=("small", "large", "learned_range"), help="of its reverse steps")
-    bound.add_argument("--draws", type=positive, metavar="N", help="noise levels per image (default: 8)")
-    bound.add_argument(
-        "--uniform", action="store_true", help="draw levels evenly in time, not where the loss is"
-    )
+    bound.add_argument("--draws", **_COUNT, help="noise levels per image (default: 8)")
+    bound.add_argument("--uniform", **_FLAG, help="draw levels evenly in time, not where the loss is")
     ode = likelihood.add_argument_group("ode")
-    ode.add_argument("--tolerance", type=share, metavar="X", help="of its steps (default: 1e-4)")
-    ode.add_argument(
-        "--trace",
-        choices=("rademacher", "gaussian", "exact"),
-        help="of the Jacobian; exact: a pass per pixel",
-    )
-    ode.add_argument("--probes", type=positive, metavar="N", help="of Hutchinson's estimator (default: 1)")
-    ode.add_argument(
-        "--start",
-        choices=("noise", "data"),
-        help="with the least noise (default), or at the image itself, dequantized uniformly",
-    )
+    ode.add_argument("--tolerance", type=typed.share, metavar="X", help="of its steps (default: 1e-4)")
+    traces = ("rademacher", "gaussian", "exact")
+    ode.add_argument("--trace", choices=traces, help="of the Jacobian; exact: a pass per pixel")
+    ode.add_argument("--probes", **_COUNT, help="of Hutchinson's estimator (default: 1)")
+    start = "with the least noise (default), or at the image itself, dequantized uniformly"
+    ode.add_argument("--start", choices=("noise", "data"), help=start)
     _add_data(likelihood, images=None)
     _add_model(likelihood)
-    likelihood.add_argument("--trust", action="store_true", help="even if the model seems to be used wrongly")
-    likelihood.add_argument("-o", "--output", type=Path, metavar="FILE", help="write JSON, with every image")
-    likelihood.add_argument("--force", action="store_true", help="replace FILE if it exists")
-    likelihood.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: FILE.run)")
-    likelihood.set_defaults(command="likelihood", parser=likelihood, method="bound")
+    likelihood.add_argument("--trust", **_FLAG, help="even if the model seems to be used wrongly")
+    _add_output(likelihood, "write JSON, with every image")
 
-    inspect = commands.add_parser("inspect", help="print what a calibration file says", opening=_INSPECT)
+    inspect = command("inspect", _INSPECT, "print what a calibration file says", quiet=False)
     inspect.add_argument("file", metavar="FILE", help="a .trueup.safetensors file")
-    inspect.add_argument("--json", action="store_true", help="JSON on standard output")
-    inspect.add_argument("--figure", type=picture, metavar="FILE", help=_FIGURE)
-    inspect.set_defaults(command="inspect", parser=inspect, quiet=False)
+    inspect.add_argument("--json", **_FLAG, help="JSON on standard output")
+    inspect.add_argument("--figure", **_FIGURE)
 
-    demo = commands.add_parser(
-        "demo", help="calibrate the bundled model and draw what it does", opening=_DEMO
-    )
-    demo.add_argument(
-        "--out", type=Path, default=Path("trueup-demo"), metavar="DIR", help="where everything goes"
-    )
+    demo = command("demo", _DEMO, "calibrate the bundled model and draw what it does", json=False)
+    out = Path("trueup-demo")
+    demo.add_argument("--out", type=Path, default=out, metavar="DIR", help="where everything goes")
     demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    demo.add_argument("--quiet", action="store_true", help="no progress")
-    demo.set_defaults(command="demo", parser=demo, json=False)
+    demo.add_argument("--device", choices=_DEVICES, default="auto")
+    demo.add_argument("--quiet", **_FLAG, help="no progress")
     return top
-
-
-_SOLVERS = f"{', '.join(NAMES)}, or the class of a diffusers scheduler"
-_DEFAULT = f"{_SOLVERS} (default: dpm-solver-3)"
-_FIGURE = "draw the size of the mean residual over time, the paper's figure 1 (.png, .svg or .pdf)"
-_NFE = "evaluations of the network per sample, at most (default: 20); adaptive solvers decide themselves"
 
 
 def _add_data(parser: _Parser, images: int | None) -> Any:
     data = parser.add_argument_group("images")
-    data.add_argument(
-        "--data", metavar="DATA", help="a folder of images, a .npy or .npz file, or bundled:images"
-    )
-    data.add_argument(
-        "--images",
-        type=positive,
-        default=images,
-        metavar="N",
-        help=f"use N, picked at random with --seed (default: {images or '200, or 32 with --ode'})",
-    )
-    data.add_argument(
-        "--resize", choices=("shorter", "exact"), help="make images the model's size; else they must be"
-    )
-    data.add_argument("--crop", choices=("center",), help="cut out the middle, after resizing")
-    data.add_argument("--flip", action="store_true", help="mirror every second image, for models trained so")
-    data.add_argument(
-        "--data-range", type=value_range, metavar="LOW,HIGH", help="range of floating point arrays"
-    )
-    data.add_argument(
-        "--skip-bad", action="store_true", help="leave out images that cannot be used, and count them"
-    )
+    add = data.add_argument
+    add("--data", help="a folder of images, a .npy or .npz file, or bundled:images")
+    picked = f"use N, picked at random with --seed (default: {images or '200, or 32 with --ode'})"
+    add("--images", **_COUNT, default=images, help=picked)
+    add("--resize", choices=("shorter", "exact"), help="make images the model's size; else they must be")
+    add("--crop", choices=("center",), help="cut out the middle, after resizing")
+    add("--flip", **_FLAG, help="mirror every second image, for models trained so")
+    add("--data-range", type=typed.value_range, metavar="LOW,HIGH", help="range of floating point arrays")
+    add("--skip-bad", **_FLAG, help="leave out images that cannot be used, and count them")
     return data
 
 
 def _add_model(parser: _Parser) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL", help="a directory written by save_pretrained, or bundled:raw, bundled:ema"
-    )
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--scheduler", type=Path, metavar="PATH", help="scheduler_config.json or its directory"
-    )
-    model.add_argument(
-        "--prediction",
-        choices=("noise", "data", "velocity", "score", "flow", "reversed_flow"),
-        help="what it predicts (default: what the scheduler says)",
-    )
-    model.add_argument(
-        "--model-range", type=value_range, metavar="LOW,HIGH", help="what it was trained on (default: -1,1)"
-    )
-    model.add_argument(
-        "--vae", type=Path, metavar="DIR", help="a latent model's autoencoder (default: the one beside it)"
-    )
-    model.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    model.add_argument(
-        "--batch-size", type=positive, metavar="N", help="found, and halved when memory runs out"
-    )
+    where = "a directory written by save_pretrained, or bundled:raw, bundled:ema"
+    parser.add_argument("model", metavar="MODEL", help=where)
+    add = parser.add_argument_group("model").add_argument
+    add("--scheduler", type=Path, metavar="PATH", help="scheduler_config.json or its directory")
+    predictions = ("noise", "data", "velocity", "score", "flow", "reversed_flow")
+    add("--prediction", choices=predictions, help="what it predicts (default: what the scheduler says)")
+    trained_on = "what it was trained on (default: -1,1)"
+    add("--model-range", type=typed.value_range, metavar="LOW,HIGH", help=trained_on)
+    add("--vae", type=Path, metavar="DIR", help="a latent model's autoencoder (default: the one beside it)")
+    add("--device", choices=_DEVICES, default="auto")
+    add("--batch-size", **_COUNT, help="found, and halved when memory runs out")
     parser.add_argument("--seed", type=int, default=0)
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--json", action="store_true", help="JSON on standard output, all else on standard error"
-    )
-    output.add_argument("--quiet", action="store_true", help="no progress, and only what matters most")
+    output.add_argument("--json", **_FLAG, help="JSON on standard output, all else on standard error")
+    output.add_argument("--quiet", **_FLAG, help="no progress, and only what matters most")
+
+
+def _add_output(parser: _Parser, words: str, required: bool = False) -> None:
+    parser.add_argument("-o", "--output", required=required, **_FILE, help=words)
+    parser.add_argument("--force", **_FLAG, help="replace FILE if it exists")
+    parser.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: FILE.run)")
 
 
 def _add_fit(parser: _Parser) -> None:
@@ -351,31 +283,24 @@ def _add_fit(parser: _Parser) -> None:
 
 def _add_sampler(parser: _Parser, calibration: str) -> None:
     sampler = parser.add_argument_group("sampler")
-    sampler.add_argument("--solver", type=solvers, metavar="A,B,..", help=_SOLVERS)
-    sampler.add_argument("--nfe", type=counts, metavar="N,M,..", help="evaluations per sample (default: 20)")
-    sampler.add_argument(
-        "--trajectories", type=positive, metavar="N", help="samples to measure the sampler on (default: 128)"
-    )
-    sampler.add_argument("--calibration", type=Path, metavar="FILE", help=calibration)
+    sampler.add_argument("--solver", **_LIST, help=_SOLVERS)
+    evaluations = "evaluations per sample (default: 20)"
+    sampler.add_argument("--nfe", type=typed.counts, metavar="N,M,..", help=evaluations)
+    sampler.add_argument("--trajectories", **_COUNT, help="samples to measure the sampler on (default: 128)")
+    sampler.add_argument("--calibration", **_FILE, help=calibration)
     _add_conditions(sampler)
 
 
 def _add_conditions(group: Any) -> None:
-    group.add_argument(
-        "--grid", choices=("logsnr", "uniform", "quadratic"), help="where DPM-Solver puts its levels"
-    )
-    group.add_argument(
-        "--labels", type=labels, metavar="A,B,..", help="sample these labels in turn; 0-9 is a range"
-    )
-    group.add_argument("--guidance", type=float, default=1.0, metavar="W", help="classifier-free guidance")
-    group.add_argument("--null-label", type=int, metavar="N", help="the label that stands for none")
+    add = group.add_argument
+    add("--grid", choices=("logsnr", "uniform", "quadratic"), help="where DPM-Solver puts its levels")
+    add("--labels", type=typed.labels, metavar="A,B,..", help="sample these labels in turn; 0-9 is a range")
+    add("--guidance", type=float, default=1.0, metavar="W", help="classifier-free guidance")
+    add("--null-label", type=int, metavar="N", help="the label that stands for none")
 
 
 def _add_sampling(parser: _Parser) -> None:
     sampling = parser.add_argument_group("sampling")
     _add_conditions(sampling)
-    sampling.add_argument(
-        "--trajectory",
-        action=argparse.BooleanOptionalAction,
-        help="insist on the calibration's trajectory, or leave it out (default: where it has one)",
-    )
+    insist = "insist on the calibration's trajectory, or leave it out (default: where it has one)"
+    sampling.add_argument("--trajectory", action=argparse.BooleanOptionalAction, help=insist)

@@ -37,6 +37,17 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flow-heun": ("FlowMatchHeunDiscreteScheduler", {}),
 }
 NAMES = (*DPM_SOLVERS, *SCHEDULERS)
+OR_A_CLASS = "or the class of a diffusers scheduler"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint at the nearest name there is, or nothing.
+
+    >>> did_you_mean("calibrat", ["calibrate", "check"])
+    ', did you mean calibrate?'
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {near[0]}?" if near else ""
 
 
 def check_name(name: str, known: Iterable[str] = NAMES) -> None:
@@ -49,8 +60,6 @@ def check_name(name: str, known: Iterable[str] = NAMES) -> None:
     known = list(known)
     if name in known or name.endswith("Scheduler"):
         return
-    near = difflib.get_close_matches(name, known, 1)
-    meant = f", did you mean {near[0]}? There are " if near else ": use "
-    raise TrueupError(
-        f"unknown solver {name!r}{meant}{', '.join(known)}, or the class of a diffusers scheduler"
-    )
+    meant = did_you_mean(name, known)
+    there = f"{meant} There are" if meant else ": use"
+    raise TrueupError(f"unknown solver {name!r}{there} {', '.join(known)}, {OR_A_CLASS}")

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
+import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from trueup.errors import TrueupError
 from trueup.solvers import NAMES, check_name
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint at the nearest name there is, or nothing.
-
-    >>> did_you_mean("calibrat", ["calibrate", "check"])
-    ', did you mean calibrate?'
-    """
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f", did you mean {near[0]}?" if near else ""
 
 
 def solver(text: str) -> str:
@@ -44,9 +33,9 @@ def labels(text: str) -> list[int]:
     """Labels: 3, or 0,1,2, or 0-9."""
     labels: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not (first.isascii() and first.isdigit() and (not dash or (last.isascii() and last.isdigit()))):
+        if not re.fullmatch("[0-9]+(-[0-9]+)?", part):
             raise argparse.ArgumentTypeError(f"{text!r} is not a list of labels, for instance 0,1,2 or 0-9")
+        first, _, last = part.partition("-")
         labels += range(int(first), int(last or first) + 1)
     if not labels:
         raise argparse.ArgumentTypeError(f"{text!r} is an empty list of labels")
@@ -60,10 +49,9 @@ def counts(text: str) -> list[int]:
 
 def positive(text: str) -> int:
     """A whole number of at least 1."""
-    value = int(text) if text.isascii() and text.isdigit() else 0
-    if value < 1:
+    if not re.fullmatch("0*[1-9][0-9]*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return value
+    return int(text)
 
 
 def positive_float(text: str) -> float:
@@ -98,7 +86,6 @@ def value_range(text: str) -> tuple[float, float]:
 
 def picture(text: str) -> Path:
     """A file that a figure can be drawn to."""
-    path = Path(text)
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+    if Path(text).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"{text!r} does not end in .png, .svg or .pdf")
-    return path
+    return Path(text)

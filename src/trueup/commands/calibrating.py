@@ -10,20 +10,11 @@ from typing import Any
 
 import torch
 
-from trueup.calibration import Attachment, Calibration, Trajectory, load
+from trueup.calibration import Calibration, Trajectory, load
 from trueup.calibration.trajectory import find
-from trueup.commands.shared import (
-    find_device,
-    images_of,
-    open_model,
-    open_solver,
-    progress,
-    say,
-    show,
-    warn,
-)
+from trueup.commands import shared
+from trueup.commands.shared import given, say, show, warn
 from trueup.demo import run as run_demo
-from trueup.demo import run_directory
 from trueup.denoiser import Denoiser
 from trueup.errors import Argument
 from trueup.estimate import Moments, fit, measure
@@ -45,14 +36,12 @@ def calibrate(options: argparse.Namespace) -> int:
     output, run = options.output, options.run or Path(f"{options.output}.run")
     if options.solver is not None and options.calibration is None:
         check_count(options.generated or options.images)
-    denoiser = open_model(options)
+    denoiser = shared.open_model(options)
     options.run = run
     solvers = _solvers(denoiser, options)
     more: dict[str, Any] = {"output": str(output), "run": str(run)}
-    if options.calibration is not None:
-        calibration = load(options.calibration)
-        Attachment(denoiser, calibration)  # or say now that it does not fit
-    else:
+    calibration = shared.open_calibration(options, denoiser)
+    if calibration is None:
         moments = _measure(denoiser, options, run)
         calibration = fit(moments, family=options.family, estimator=options.estimator)
         more["skipped"] = moments.skipped
@@ -71,21 +60,15 @@ def calibrate(options: argparse.Namespace) -> int:
 def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) -> Moments:
     """The network measured on data, or on its own samples."""
     data: Any
-    if options.command == "calibrate" and options.generated is not None:
-        data = generate(
-            denoiser,
-            options.generated,
-            nfe=options.generate_nfe,
-            labels=options.labels,
-            seed=options.seed,
-            folder=None if run is None else run / "generated",
-            progress=progress(options),
-        )
+    common = given(options, "seed", "progress")
+    if run is not None and options.generated is not None:
+        how = {"nfe": options.generate_nfe, "labels": options.labels, "folder": run / "generated"}
+        data = generate(denoiser, options.generated, **how, **common)
         trust = True  # its own samples are what it was trained on, as far as it knows
     else:
-        data = images_of(options)
-        trust = options.command == "check" or options.trust  # `check` looks for itself
-    moments = measure(denoiser, data, seed=options.seed, run=run, trust=trust, progress=progress(options))
+        data = shared.images_of(options)
+        trust = run is None or options.trust  # `check` looks for itself
+    moments = measure(denoiser, data, run=run, trust=trust, **common)
     for reason in moments.skipped[:5]:
         say(options, f"skipped: {reason}")
     if moments.skipped:
@@ -106,9 +89,7 @@ def _add_samplers(
     asked = [sampler_of(solver, nfe, options.guidance) for solver, nfe in solvers]
     for sampler, (solver, nfe) in zip(asked, solvers, strict=True):
         if find(made, sampler) is None:
-            calibrated = calibrate_sampler(
-                denoiser, calibration, solver=solver, nfe=nfe, **_walk(options), progress=progress(options)
-            )
+            calibrated = calibrate_sampler(denoiser, calibration, solver=solver, nfe=nfe, **_walk(options))
             made.append(calibrated.trajectories[-1])
             if len(solvers) > 1:
                 run.mkdir(parents=True, exist_ok=True)
@@ -123,30 +104,22 @@ def _finished(partly: Path, calibration: Calibration, options: argparse.Namespac
     if not partly.exists():
         return []
     before = load(partly)
-    if before.identity != calibration.identity or not torch.equal(
-        before.data_digests, calibration.data_digests
-    ):
+    same_data = torch.equal(before.data_digests, calibration.data_digests)
+    if before.identity != calibration.identity or not same_data:
         return []
-    settings = {"seed": options.seed, "labels": options.labels}
-    wanted = _walk(options)["trajectories"]
-    return [
-        made for made in before.trajectories if (made.trajectories, made.provenance) == (wanted, settings)
-    ]
+    wanted = _walk(options)["trajectories"], {"seed": options.seed, "labels": options.labels}
+    return [made for made in before.trajectories if (made.trajectories, made.provenance) == wanted]
 
 
 def _walk(options: argparse.Namespace) -> dict[str, Any]:
     """What says how trajectories are drawn."""
-    return {
-        "trajectories": options.trajectories or TRAJECTORIES,
-        "labels": options.labels,
-        "guidance": options.guidance,
-        "seed": options.seed,
-    }
+    how = given(options, "labels", "guidance", "seed", "progress")
+    return {"trajectories": options.trajectories or TRAJECTORIES, **how}
 
 
 def _solvers(denoiser: Denoiser, options: argparse.Namespace) -> list[tuple[Any, int]]:
     """Every sampler that was asked for; what cannot be is said before anything is measured."""
-    solvers = [open_solver(name, denoiser, options.grid) for name in options.solver or ()]
+    solvers = [shared.open_solver(name, denoiser, options.grid) for name in options.solver or ()]
     pairs = [(solver, nfe) for solver in solvers for nfe in options.nfe or [20]]
     for solver, nfe in pairs:
         how = {name: value for name, value in _walk(options).items() if name != "seed"}
@@ -160,7 +133,7 @@ def check(options: argparse.Namespace) -> int:
         return _check_samplers(options)
     if options.figure is not None:
         check_figure(options.figure)
-    denoiser = open_model(options)
+    denoiser = shared.open_model(options)
     problem = _look_for_mistakes(denoiser, options)
     moments = _measure(denoiser, options, None)
     calibration = fit(moments, family=options.family, estimator=options.estimator)
@@ -181,20 +154,15 @@ def check(options: argparse.Namespace) -> int:
 
 def _check_samplers(options: argparse.Namespace) -> int:
     """`trueup check --solver`: how far states drift."""
-    denoiser = open_model(options)
+    denoiser = shared.open_model(options)
     solvers = _solvers(denoiser, options)
-    source: Any
+    source: Any = shared.open_calibration(options, denoiser)
     problem = None
-    if options.calibration is not None:
-        source = load(options.calibration)
-        Attachment(denoiser, source)  # or say now that it does not fit
-    else:
-        source, problem = images_of(options), _look_for_mistakes(denoiser, options)
+    if source is None:
+        source, problem = shared.images_of(options), _look_for_mistakes(denoiser, options)
     drifts = []
     for solver, nfe in solvers:
-        drift = check_sampler(
-            denoiser, source, solver=solver, nfe=nfe, **_walk(options), progress=progress(options)
-        )
+        drift = check_sampler(denoiser, source, solver=solver, nfe=nfe, **_walk(options))
         drifts.append(drift)
         if not options.json:
             brief = f"{drift.sampler}: {drift.verdict()}"
@@ -209,11 +177,10 @@ def _check_samplers(options: argparse.Namespace) -> int:
 
 def _look_for_mistakes(denoiser: Denoiser, options: argparse.Namespace) -> str | None:
     """The likeliest way in which the model is used wrongly, or None."""
-    say(options, "looking for the usual mistakes")
-    found = look(denoiser, open_images(images_of(options), denoiser))
-    for hint in found.hints:
-        say(options, f"note: {hint}")
-    return None if found.problem is None else found.problem.phrased(Argument.option)
+    problem = shared.diagnosed(
+        options, look, denoiser, open_images(shared.images_of(options), denoiser)
+    ).problem
+    return None if problem is None else problem.phrased(Argument.option)
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -228,8 +195,9 @@ def inspect(options: argparse.Namespace) -> int:
 
 def demo(options: argparse.Namespace) -> int:
     """`trueup demo`."""
-    options.run = run_directory(options.out, options.seed)
-    run_demo(options.out, seed=options.seed, device=find_device(options.device), progress=progress(options))
+    options.run = options.out / f"seed-{options.seed}.run"
+    device = shared.find_device(options.device)
+    run_demo(options.out, options.run, device=device, **given(options, "seed", "progress"))
     return 0
 
 
@@ -238,16 +206,10 @@ def _report(calibration: Calibration, options: argparse.Namespace, more: dict[st
     brief = f"verdict: {calibration.verdict()}"
     text = brief if options.quiet else as_text(calibration, plain=plain_output())
     if options.command == "inspect":
-        text += f"\n{_origin(calibration)}"
+        origin = calibration.provenance
+        weights = next(iter((origin.get("weights") or {}).values()), "none")
+        predicts, noise = calibration.parametrization.name, calibration.process.kind
+        text += f"\nmade for: samples of shape {calibration.shape}, {predicts} prediction, {noise} noise, "
+        seed, images = origin.get("seed"), calibration.data_images
+        text += f"weights {weights[:8]}; seed {seed}, {images:,} images"
     show(options, {**as_json(calibration), **more}, text)
-
-
-def _origin(calibration: Calibration) -> str:
-    """What a calibration was made for, in a line."""
-    origin = calibration.provenance
-    weights = next(iter((origin.get("weights") or {}).values()), "none")
-    return (
-        f"made for: samples of shape {calibration.shape}, {calibration.parametrization.name} prediction, "
-        f"{calibration.process.kind} noise, weights {weights[:8]}; seed {origin.get('seed')}, "
-        f"{calibration.data_images:,} images"
-    )

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from trueup.calibration import load
-from trueup.commands.shared import images_of, open_model, open_solver, progress, say, show
-from trueup.errors import TrueupError
+from trueup.commands import shared
+from trueup.commands.shared import given, say, show
 from trueup.evaluation import build_reference, image_maker
 from trueup.evaluation import evaluate as compare
-from trueup.files import write
 from trueup.metrics import Reference, load_features
 from trueup.sampling import sample_batches
 from trueup.sampling.draw import find_trajectory, without_trajectory
@@ -24,21 +21,13 @@ from trueup.sampling.store import Output
 
 def sample(options: argparse.Namespace) -> int:
     """`trueup sample`."""
-    denoiser = open_model(options)
-    calibration = None if options.calibration is None else load(options.calibration)
-    solver = open_solver(options.solver, denoiser, options.grid)
+    denoiser = shared.open_model(options)
+    calibration = shared.open_calibration(options, denoiser)
+    solver = shared.open_solver(options.solver, denoiser, options.grid)
     found = find_trajectory(calibration, solver, options.nfe, options.guidance, options.trajectory)
     trajectory = None if found is None or found.empty else found
-    how: dict[str, Any] = {
-        "solver": solver,
-        "nfe": options.nfe,
-        "calibration": calibration,
-        "labels": options.labels,
-        "guidance": options.guidance,
-        "trajectory": trajectory is not None,
-        "seed": options.seed,
-        "progress": progress(options),
-    }
+    how = given(options, "nfe", "labels", "guidance", "seed", "progress")
+    how |= {"solver": solver, "calibration": calibration, "trajectory": trajectory is not None}
     sample_batches(denoiser, options.samples, **how)  # or say what is wrong before there is a folder
     if found is not None and found.empty:
         say(options, f"note: {found.summary()}")
@@ -47,10 +36,6 @@ def sample(options: argparse.Namespace) -> int:
     y = None if options.labels is None else torch.tensor(options.labels, device=denoiser.device)
     evaluations = solver.evaluations(options.nfe, denoiser, y)
     autoencoder = denoiser.autoencoder if denoiser.data_range is None else None
-    if autoencoder is None and denoiser.data_range is None and options.output.suffix != ".npz":
-        raise TrueupError(
-            "these samples are latents: write them to a .npz file, or pass the --vae they are of"
-        )
     settings = {
         **denoiser.identity(),
         "solver": repr(solver),
@@ -75,44 +60,24 @@ def sample(options: argparse.Namespace) -> int:
     made = "its own number of" if evaluations is None else str(evaluations)
     calibrated = "uncalibrated" if calibration is None else f"calibrated ({options.calibration})"
     calibrated += " and kept on its trajectory" if trajectory is not None else ""
-    text = f"{options.samples} samples, {calibrated}, {solver.name} in {made} evaluations: {options.output}"
-    say(options, text)
+    drawn = f"{options.samples} samples, {calibrated}, {solver.name} in {made} evaluations"
+    say(options, f"{drawn}: {options.output}")
     return 0
 
 
 def evaluate(options: argparse.Namespace) -> int:
     """`trueup evaluate`."""
-    output = options.output
-    options.run = run = options.run or (Path(f"{output}.run") if output is not None else None)
-    denoiser = open_model(options)
+    options.run = shared.run_directory(options)
+    denoiser = shared.open_model(options)
     if ":" in options.features:
         sys.path.insert(0, "")  # package.module:name may lie here
     features = load_features(options.features, weights=options.weights, device=denoiser.device)
-    data: Any = images_of(options) if options.reference is None else Reference.load(options.reference)
+    data: Any = shared.images_of(options) if options.reference is None else Reference.load(options.reference)
     if options.save_reference is not None:
-        data = build_reference(data, denoiser, features, progress=progress(options))
+        data = build_reference(data, denoiser, features, progress=options.progress)
         data.save(options.save_reference)
-    comparison = compare(
-        denoiser,
-        load(options.calibration),
-        data,
-        solvers=[open_solver(name, denoiser, options.grid) for name in options.solver],
-        nfe=options.nfe,
-        samples=options.samples,
-        features=features,
-        labels=options.labels,
-        guidance=options.guidance,
-        trajectory=options.trajectory,
-        loss=options.loss,
-        seed=options.seed,
-        run=run,
-        force=options.force,
-        progress=progress(options),
-    )
-    values = comparison.as_json()
-    if output is not None:
-        write(output, f"{json.dumps(values, indent=2)}\n".encode())
-    show(options, values, comparison.table())
-    if output is not None:
-        say(options, f"wrote {output}; {run} keeps the features of the samples (delete it when you are done)")
-    return 0
+    solvers = [shared.open_solver(name, denoiser, options.grid) for name in options.solver]
+    how = given(options, "nfe", "samples", "labels", "guidance", "trajectory", "loss", "seed", "run", "force")
+    how |= {"solvers": solvers, "features": features, "progress": options.progress}
+    comparison = compare(denoiser, load(options.calibration), data, **how)
+    return shared.conclude(options, comparison, "the features of the samples")

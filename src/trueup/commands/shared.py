@@ -6,35 +6,44 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from trueup.calibration import Attachment, Calibration, load
 from trueup.denoiser import Denoiser
 from trueup.errors import ModelError
-from trueup.files import printable
+from trueup.estimate.diagnose import Diagnosis
+from trueup.files import printable, write
 from trueup.hf import as_denoiser
 from trueup.images import Images
 from trueup.report import plain_output
 from trueup.sampling import as_solver
 
 
+def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Options that the library calls by the same name."""
+    return {name: getattr(options, name) for name in names}
+
+
 def open_model(options: argparse.Namespace) -> Denoiser:
     """The model named on the command line."""
     logging.getLogger("diffusers").setLevel(logging.ERROR)  # it warns about what we check ourselves
-    denoiser = as_denoiser(
-        options.model,
-        scheduler=options.scheduler,
-        prediction=options.prediction,
-        model_range=options.model_range,
-        vae=options.vae,
-        device=find_device(options.device),
-        batch_size=options.batch_size,
-    )
+    how = given(options, "scheduler", "prediction", "model_range", "vae", "batch_size")
+    denoiser = as_denoiser(options.model, device=find_device(options.device), **how)
     if getattr(options, "null_label", None) is not None:
         denoiser.null_label = options.null_label
     return denoiser
+
+
+def open_calibration(options: argparse.Namespace, denoiser: Denoiser) -> Calibration | None:
+    """The calibration named on the command line, if any; or say now that it does not fit."""
+    if options.calibration is None:
+        return None
+    return Attachment(denoiser, load(options.calibration)).calibration
 
 
 def find_device(name: str) -> str:
@@ -55,16 +64,8 @@ def open_solver(name: str, denoiser: Denoiser, grid: str | None) -> Any:
 
 def images_of(options: argparse.Namespace, count: int | None = None) -> Images:
     """The images named on the command line."""
-    return Images(
-        options.data,
-        count=count or options.images,
-        resize=options.resize,
-        crop=options.crop,
-        flip=options.flip,
-        data_range=options.data_range,
-        seed=options.seed,
-        skip_bad=options.skip_bad,
-    )
+    how = given(options, "resize", "crop", "flip", "data_range", "seed", "skip_bad")
+    return Images(options.data, count=count or options.images, **how)
 
 
 def say(options: argparse.Namespace, line: str) -> None:
@@ -83,10 +84,31 @@ def show(options: argparse.Namespace, values: dict[str, Any], text: str) -> None
     if options.json:
         print(json.dumps(values, indent=2))
         return
-    lines = map(printable, text.split("\n"))  # some name files
-    print("\n".join(lines).replace("±", "+-") if plain_output() else "\n".join(lines), flush=True)
+    text = "\n".join(map(printable, text.split("\n")))  # some lines name files
+    print(text.replace("±", "+-") if plain_output() else text, flush=True)
 
 
-def progress(options: argparse.Namespace) -> bool | None:
-    """Whether to show progress; None: a bar if somebody is looking, else a line every half minute."""
-    return False if options.quiet else None
+def diagnosed(options: argparse.Namespace, by: Callable[..., Diagnosis], *how: Any) -> Diagnosis:
+    """What `look` or `check_use` says of a denoiser and images, its hints for people to read."""
+    say(options, "looking for the usual mistakes")
+    found = by(*how)
+    for hint in found.hints:
+        say(options, f"note: {hint}")
+    return found
+
+
+def run_directory(options: argparse.Namespace) -> Path | None:
+    """Where work is kept: as asked, or beside the output there may be."""
+    return options.run or (None if options.output is None else Path(f"{options.output}.run"))
+
+
+def conclude(options: argparse.Namespace, found: Any, kept: str) -> int:
+    """Show a measurement, and write it to the output there may be; kept: what the run directory holds."""
+    values = found.as_json()
+    if options.output is not None:
+        write(options.output, f"{json.dumps(values, indent=2)}\n".encode())
+    show(options, values, found.table())
+    if options.output is not None:
+        run = f"; {options.run} keeps {kept} (delete it when you are done)" if options.run else ""
+        say(options, f"wrote {options.output}{run}")
+    return 0

@@ -8,24 +8,13 @@ published rule leaps to the end (Gaussian data then came out with 1.6 times its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from trueup.errors import ModelError
 from trueup.process import NoiseProcess
 from trueup.sampling.network import Network
-from trueup.sampling.steps import (
-    Levels,
-    Weights,
-    eps_weights,
-    first_order,
-    midpoint,
-    network_times,
-    taylor,
-)
+from trueup.sampling.steps import Levels, Weights, eps_weights, first_order, midpoint, network_times, taylor
 
 _FIRST_STEP = 0.05  # in lam
 _SAFETY = 0.9
@@ -34,15 +23,7 @@ _CLOSE = 1e-5  # in lam: the end is reached
 _MOST = 10_000  # steps; a network that needs more is not a denoiser
 
 
-def solve(
-    network: Network,
-    x: Tensor,
-    advance: Callable[[int], Any],
-    order: int,
-    end: Tensor,
-    atol: float,
-    rtol: float,
-) -> Tensor:
+def solve(network: Network, x: Tensor, order: int, end: Tensor, atol: float, rtol: float) -> Tensor:
     """From x at the process's last time to lam = end."""
     process, axes = network.process, [1] * (x.ndim - 1)
     x = x.clone()
@@ -52,19 +33,18 @@ def solve(
     h = torch.full_like(lam, _FIRST_STEP)
     labels = network.y
     for _ in range(_MOST):
-        s = [lam + share * h for share in torch.linspace(0, 1, order + 1, dtype=torch.float64)]
-        points = [_levels(process, value, axes) for value in s]
+        shares = torch.linspace(0, 1, order + 1, dtype=torch.float64)
+        points = [_levels(process, lam + share * h, axes) for share in shares]
         on = rows.to(x.device)
         network.y = None if labels is None else labels[on]
         lower, higher = _both(network, x[on], points)
-        advance(order)
         scale = torch.maximum(lower.abs(), before[on].abs()).mul_(rtol).clamp_min_(atol)
         error = ((higher - lower) / scale).flatten(1).square().mean(1).sqrt().double().cpu()
         if not torch.isfinite(error).all():
             raise ModelError("the network returned values that are not finite along the path")
         kept = error <= 1
-        accepted = on[kept.to(x.device)]
-        x[accepted], before[accepted] = higher[kept.to(x.device)], lower[kept.to(x.device)]
+        accepted = kept.to(x.device)
+        x[on[accepted]], before[on[accepted]] = higher[accepted], lower[accepted]
         lam = torch.where(kept, lam + h, lam)
         growth = (_SAFETY * error.clamp_min(1e-12) ** (-1 / order)).clamp_max(_GROWTH)
         h = torch.minimum(h * growth, end - lam)

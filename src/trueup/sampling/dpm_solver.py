@@ -6,11 +6,11 @@ those of `trueup.sampling.steps`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,9 @@ from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
 from trueup.process import NoiseProcess
 from trueup.sampling import adaptive
-from trueup.sampling.grid import GRIDS, between
 from trueup.sampling.network import Network
 from trueup.sampling.solver import Solver, register
-from trueup.sampling.steps import Levels, eps_weights, network_times, tableau
+from trueup.sampling.steps import GRIDS, Levels, between, eps_weights, network_times, tableau
 from trueup.solvers import DPM_SOLVERS
 
 ALLOCATIONS = ("fast", "fixed", "adaptive")
@@ -54,10 +53,9 @@ class DPMSolver(Solver):
     def __post_init__(self) -> None:
         if self.order not in (1, 2, 3):
             raise TrueupError(f"DPM-Solver has orders 1, 2 and 3, not {self.order!r}")
-        if self.grid not in GRIDS:
-            raise TrueupError(f"unknown grid {self.grid!r}; choose from {', '.join(GRIDS)}")
-        if self.allocation not in ALLOCATIONS:
-            raise TrueupError(f"unknown allocation {self.allocation!r}; choose from {', '.join(ALLOCATIONS)}")
+        for name, known in (("grid", GRIDS), ("allocation", ALLOCATIONS)):
+            if (value := getattr(self, name)) not in known:
+                raise TrueupError(f"unknown {name} {value!r}; choose from {', '.join(known)}")
         if self.allocation == "adaptive" and self.order == 1:
             raise TrueupError("the adaptive DPM-Solver compares two orders: use order 2 or 3")
         if not (self.atol > 0 and self.rtol > 0):
@@ -84,23 +82,17 @@ class DPMSolver(Solver):
         if self.order == 2:
             return [2] * (nfe // 2) + [1] * (nfe % 2)
         whole, rest = divmod(nfe, 3)
-        if rest == 0:
-            return [3] * (whole - 1) + [2, 1]
-        return [3] * whole + [rest]
+        return [3] * whole + [rest] if rest else [3] * (whole - 1) + [2, 1]
 
     def evaluations(self, nfe: int | None, denoiser: Denoiser, y: Any = None) -> int | None:
         """How many evaluations it makes of the `nfe` it may; fewer where whole times coincide."""
         whole_times = denoiser.takes_whole_times_only(y)
         if self.adaptive:
             if whole_times:
-                raise TrueupError(
-                    f"{self.name} needs times between the timesteps, and this network knows whole ones only: "
-                    "use dpm-solver-3"
-                )
+                between = "times between the timesteps, and this network knows whole ones only"
+                raise TrueupError(f"{self.name} needs {between}: use dpm-solver-3")
             return None
         assert nfe is not None
-        if not whole_times:
-            return sum(self.orders(nfe))
         return sum(run[:, 1:].numel() for run in self.plan(denoiser.process, nfe, whole_times))
 
     def end_time(self, process: NoiseProcess, nfe: int | None) -> Tensor:
@@ -119,11 +111,10 @@ class DPMSolver(Solver):
         """
         start, end = torch.tensor(process.t_max, dtype=torch.float64), self.end_time(process, nfe)
         orders = self.orders(nfe)
+        weights = [1] * len(orders)
         if self.grid != "logsnr" and self.allocation == "fast":  # as published: even over evaluations
-            edges = between(self.grid, process, start, end, sum(orders))
-            edges = edges[torch.tensor([0, *orders]).cumsum(0)]
-        else:
-            edges = between(self.grid, process, start, end, len(orders))
+            weights = orders
+        edges = between(self.grid, process, start, end, sum(weights))[torch.tensor([0, *weights]).cumsum(0)]
         runs, done = [], 0
         for order, same in groupby(orders):
             steps = slice(done, done := done + len(list(same)))
@@ -142,26 +133,16 @@ class DPMSolver(Solver):
         levels = Levels.at(denoiser.process, steps[:, 1])
         return States(steps[:, 0], levels.log_alpha.exp(), levels.sigma)
 
-    def solve(
-        self,
-        network: Network,
-        noise: Tensor,
-        nfe: int | None,
-        advance: Callable[[int], Any],
-        *,
-        seed: int = 0,
-        index: Tensor | None = None,
-        adjust: Adjust | None = None,
-    ) -> Tensor:
-        """From standard normal noise to samples; it adds none of its own, so seed and index do not matter."""
+    def solve(self, network: Network, noise: Tensor, nfe: int | None, adjust: Adjust | None = None) -> Tensor:
+        """From standard normal noise to samples."""
         process, x = network.process, noise * network.process.prior_std
         if self.adaptive:
             end = process.lam(self.end_time(process, None))
-            x = adaptive.solve(network, x, advance, self.order, end, self.atol, self.rtol)
+            x = adaptive.solve(network, x, self.order, end, self.atol, self.rtol)
         else:
             assert nfe is not None
             for i, step in enumerate(self._steps(network, nfe, x)):
-                x = _stepped(network, step, x, advance)
+                x = _stepped(network, step, x)
                 x = x if adjust is None else adjust(i, x)
         return process.to_data(x, self.end_time(process, nfe))
 
@@ -176,24 +157,20 @@ class DPMSolver(Solver):
             eps = torch.stack(eps_weights(network.parametrization, levels), 2).tolist()  # (steps, points, 2)
             weights = torch.stack([torch.stack(w) for w in tableau(levels.points())])  # (order, 3, steps)
             for step, rows in enumerate(weights.permute(2, 0, 1).tolist()):
-                yield _Step(times[done : done + len(rows)].unbind(), eps[step][:-1], rows)
-                done += len(rows)
+                yield zip(times[done : (done := done + len(rows))], eps[step][:-1], rows, strict=True)
 
 
-class _Step(NamedTuple):
-    times: Sequence[Tensor]  # for the network, on its device
-    eps: list[list[float]]  # at each: eps as weights on output and x_t
-    weights: list[list[float]]  # after each: see Weights
+# Of every evaluation in a step: its time on the device, eps as weights on output and x_t, Weights after it.
+_Step = Iterable[tuple[Tensor, list[float], list[float]]]
 
 
-def _stepped(network: Network, step: _Step, x: Tensor, advance: Callable[[int], Any]) -> Tensor:
+def _stepped(network: Network, step: _Step, x: Tensor) -> Tensor:
     """The state at the end of a step."""
     state, first = x, None
-    for t, (on_output, on_x), w in zip(*step, strict=True):
+    for t, (on_output, on_x), w in step:
         latest = network(state, t)
         if (on_output, on_x) != (1.0, 0.0):  # not a noise prediction
             latest = torch.add(latest * on_output, state, alpha=on_x)
-        advance(1)
         if first is None:
             first = latest
             state = torch.add(x * w[0], first, alpha=w[1] + w[2])
@@ -204,13 +181,9 @@ def _stepped(network: Network, step: _Step, x: Tensor, advance: Callable[[int], 
 
 def _to_whole_times(runs: list[Tensor], process: NoiseProcess) -> list[Tensor]:
     """Every time but the last whole; of steps that become shorter, or empty, only what is left is taken."""
-    steps = [step for run in runs for step in run]
-    last = steps[-1][-1]
-    moved = []
-    for step in steps:
-        whole = torch.unique_consecutive(process.snap(step))
-        if len(whole) > 1:
-            moved.append(whole)
+    last = runs[-1][-1, -1]
+    moved = [torch.unique_consecutive(process.snap(step)) for run in runs for step in run]
+    moved = [whole for whole in moved if len(whole) > 1]
     if not moved:
         raise TrueupError("there is no whole timestep between the start and the end: end later")
     if last < moved[-1][-1]:
@@ -218,22 +191,23 @@ def _to_whole_times(runs: list[Tensor], process: NoiseProcess) -> list[Tensor]:
     return [torch.stack(list(same)) for _, same in groupby(moved, key=len)]
 
 
-def _named(name: str, denoiser: Denoiser) -> DPMSolver:
-    order, _, allocation = name.removeprefix("dpm-solver-").partition("-")
-    return DPMSolver(int(order), allocation=allocation or "fast")
-
-
-def _offered(name: str, denoiser: Denoiser) -> bool:
+def _offered(solver: DPMSolver, denoiser: Denoiser) -> bool:
     """Adaptive ones need times between the timesteps, and order 3 steps over too much of noise that explodes.
 
     (At the published tolerance Gaussian data came out with 1.2 times its standard deviation.)
     """
-    if not name.endswith("adaptive"):
+    if not solver.adaptive:
         return True
-    if name.startswith("dpm-solver-3") and denoiser.process.kind in ("edm", "ve"):
+    if solver.order == 3 and denoiser.process.kind in ("edm", "ve"):
         return False
     return denoiser.conditional or not denoiser.takes_whole_times_only()  # which needs labels to be tried
 
 
+def _register(name: str) -> None:
+    order, _, allocation = name.removeprefix("dpm-solver-").partition("-")
+    solver = DPMSolver(int(order), allocation=allocation or "fast")
+    register(name, lambda denoiser: solver, offered=partial(_offered, solver))
+
+
 for _name in DPM_SOLVERS:
-    register(_name, partial(_named, _name), offered=partial(_offered, _name))
+    _register(_name)

@@ -36,15 +36,13 @@ def as_solver(solver: Any, denoiser: Denoiser) -> Solver:
         solver = solver.__name__
     if isinstance(solver, str):
         check_name(solver, solver_names())
-        if solver in solver_names():
-            return named(solver, denoiser)
-        made = SchedulerSolver.named(solver, denoiser)
-    elif isinstance(solver, Solver) and not isinstance(solver, SchedulerSolver):
-        return solver
-    else:
-        made = solver if isinstance(solver, SchedulerSolver) else SchedulerSolver(solver)
-        made.check(denoiser)
-    return made
+        known = solver in solver_names()
+        return named(solver, denoiser) if known else SchedulerSolver.named(solver, denoiser)
+    if not isinstance(solver, Solver):
+        solver = SchedulerSolver(solver)
+    if isinstance(solver, SchedulerSolver):
+        solver.check(denoiser)
+    return solver
 
 
 def sample(
@@ -71,19 +69,9 @@ def sample(
     whether to keep the sampler's states on the marginals (see `calibrate_sampler`); by default where the
     calibration knows how for this sampler; True insists on it.
     """
-    batches = sample_batches(
-        model,
-        count,
-        solver=solver,
-        nfe=nfe,
-        calibration=calibration,
-        labels=labels,
-        guidance=guidance,
-        trajectory=trajectory,
-        seed=seed,
-        progress=progress,
-    )
-    return torch.cat([x.cpu() for _, x in batches])
+    how: dict[str, Any] = {"solver": solver, "nfe": nfe, "calibration": calibration, "labels": labels}
+    how |= {"guidance": guidance, "trajectory": trajectory, "seed": seed, "progress": progress}
+    return torch.cat([x.cpu() for _, x in sample_batches(model, count, **how)])
 
 
 def sample_batches(
@@ -125,11 +113,12 @@ def sample_batches(
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         size = denoiser.batch_size
         with attachment or nullcontext(), Progress(total, description, show=progress) as bar:
+            network.seed, network.advance = seed, bar.update
             for first in range(start, count, size):
-                index = torch.arange(first, min(first + size, count))
+                network.index = index = torch.arange(first, min(first + size, count))
                 if classes is not None:
                     network.y = classes[index % len(classes)]
-                x = draw(chosen, network, index, seed, nfe, bar, adjust)
+                x = draw(chosen, network, nfe, adjust)
                 with attachment.paused() if attachment is not None else nullcontext():
                     yield index, x
 
@@ -151,19 +140,16 @@ def check_labels(denoiser: Denoiser, labels: Any, guidance: float = 1.0) -> Tens
     """Labels to go round in, or None for a network without."""
     if not denoiser.conditional:
         if labels is not None or guidance != 1.0:
-            raise TrueupError(
-                "this network takes no labels and cannot be guided; a Denoiser of one that does needs "
-                "conditional=True"
-            )
+            advice = "a Denoiser of one that does needs conditional=True"
+            raise TrueupError(f"this network takes no labels and cannot be guided; {advice}")
         return None
     if labels is None:
-        text = "this network is conditional"
-        raise TrueupError(text, "say which labels to sample as {}", Argument("labels"))
+        advice = "say which labels to sample as {}"
+        raise TrueupError("this network is conditional", advice, Argument("labels"))
     try:
-        values = torch.as_tensor(labels)
+        values = torch.atleast_1d(torch.as_tensor(labels))
     except (TypeError, ValueError):
         raise TrueupError(f"labels are numbers, or a tensor with a row each, not {labels!r}") from None
-    values = values.reshape(1) if values.ndim == 0 else values
     if not len(values):
         raise TrueupError("there is no label among the labels")
     return values
@@ -175,11 +161,7 @@ def sampler_of(solver: Solver, nfe: int, guidance: float = 1.0) -> Sampler:
 
 
 def find_trajectory(
-    calibration: Calibration | None,
-    solver: Solver,
-    nfe: int | None,
-    guidance: float = 1.0,
-    wanted: bool | None = None,
+    calibration: Calibration | None, solver: Solver, nfe: int | None, guidance: float, wanted: bool | None
 ) -> Trajectory | None:
     """The trajectory to apply: the one for this sampler; wanted: True insists on it, False wants none."""
     if wanted is False or (wanted is None and (calibration is None or not calibration.trajectories)):
@@ -190,10 +172,7 @@ def find_trajectory(
         if wanted:
             raise TrueupError(f"{solver.name} chooses its own steps: there are no trajectories for it")
         return None
-    sampler = sampler_of(solver, nfe, guidance)
-    if wanted:
-        return choose(calibration.trajectories, sampler)
-    return find(calibration.trajectories, sampler)
+    return (choose if wanted else find)(calibration.trajectories, sampler_of(solver, nfe, guidance))
 
 
 def without_trajectory(calibration: Calibration) -> str:
@@ -203,31 +182,18 @@ def without_trajectory(calibration: Calibration) -> str:
 
 
 @torch.inference_mode()
-def draw(
-    solver: Solver,
-    network: Network,
-    index: Tensor,
-    seed: int,
-    nfe: int | None,
-    bar: Progress,
-    adjust: Adjust | None = None,
-) -> Tensor:
-    """One batch of samples, from the noise of their indices."""
+def draw(solver: Solver, network: Network, nfe: int | None, adjust: Adjust | None = None) -> Tensor:
+    """The network's batch of samples, from the noise of their seed and indices."""
     denoiser = network.denoiser
-    noise = normal(seed, index, STARTING_NOISE, denoiser.shape, denoiser.device)
-    noise = (
-        noise.double() if denoiser.dtype == torch.float64 else noise
-    )  # half precision is for networks alone
-
-    def advance(evaluations: int) -> None:
-        bar.update(evaluations * len(index))
-
+    assert network.index is not None
+    noise = normal(network.seed, network.index, STARTING_NOISE, denoiser.shape, denoiser.device)
+    if denoiser.dtype == torch.float64:  # half precision is for networks alone
+        noise = noise.double()
     with denoiser.evaluating():
-        x = solver.solve(network, noise, nfe, advance, seed=seed, index=index, adjust=adjust)
+        x = solver.solve(network, noise, nfe, adjust)
     if not torch.isfinite(x).all():
-        raise ModelError(
-            f"{solver.name} ran into values that are not finite: use more evaluations, or another solver"
-        )
+        advice = "use more evaluations, or another solver"
+        raise ModelError(f"{solver.name} ran into values that are not finite: {advice}")
     return x
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,13 +14,16 @@ from trueup.denoiser import Denoiser, in_parts
 class Network:
     """`network(x_t, t)` for one batch, guided where asked: null + guidance (conditional - null), row by row.
 
-    y: the labels of the batch at hand. `evaluations` counts calls, one per x_t whatever the guidance.
+    y: the labels of the batch at hand. seed and index: whose images these are, for noise that a solver adds
+    (see `trueup.noise.normal`). `evaluations` counts calls; `advance(rows)` is told of each.
     """
 
     def __init__(self, denoiser: Denoiser, *, guidance: float = 1.0, y: Tensor | None = None):
         self.denoiser, self.guidance, self.y = denoiser, guidance, y
         self.process, self.parametrization = denoiser.process, denoiser.parametrization
-        self.evaluations = 0
+        self.evaluations, self.seed = 0, 0
+        self.index: Tensor | None = None  # by default images 0, 1, ..
+        self.advance: Callable[[int], Any] = lambda rows: None
 
     def __call__(self, x_t: Tensor, t: Tensor | float, *, variance: bool = False) -> Tensor:
         """The prediction (B, C, ...) in float32 or finer, with the learned variance's channels if asked for.
@@ -32,6 +38,7 @@ class Network:
             return self._guided(x_t[part], own, None if self.y is None else self.y[part], variance)
 
         parts, _ = in_parts(work, len(x_t), self.denoiser.batch_size)
+        self.advance(len(x_t))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _guided(self, x_t: Tensor, t: Tensor, y: Tensor | None, variance: bool) -> Tensor:
@@ -39,15 +46,11 @@ class Network:
         if self.guidance == 1.0 or y is None:
             return predict(x_t, t, y, variance=variance)
         null = torch.as_tensor(self.denoiser.null_label).to(y).expand_as(y)
-        both = predict(
-            torch.cat([x_t, x_t]),
-            t if t.ndim == 0 else torch.cat([t, t]),
-            torch.cat([null, y]),
-            variance=variance,
-        )
+        times, labels = t if t.ndim == 0 else torch.cat([t, t]), torch.cat([null, y])
+        both = predict(torch.cat([x_t, x_t]), times, labels, variance=variance)
         unconditional, conditional = both.chunk(2)
         guided = unconditional + self.guidance * (conditional - unconditional)
         channels = self.denoiser.shape[0]
-        if guided.shape[1] == channels:
-            return guided
-        return torch.cat([guided[:, :channels], conditional[:, channels:]], 1)  # variances are not guided
+        if guided.shape[1] > channels:
+            guided[:, channels:] = conditional[:, channels:]  # variances are not guided
+        return guided

@@ -15,14 +15,7 @@ from trueup.calibration.trajectory import Adjust, States
 from trueup.denoiser import Denoiser
 from trueup.errors import MismatchError, TrueupError
 from trueup.files import line
-from trueup.hf.schedulers import (
-    LEARNED_VARIANCE,
-    check_scheduler,
-    make_scheduler,
-    offered,
-    quiet,
-    scheduler_process,
-)
+from trueup.hf import schedulers as hf
 from trueup.hf.schedules import scheduler_settings
 from trueup.noise import normal
 from trueup.sampling.network import Network
@@ -30,13 +23,7 @@ from trueup.sampling.solver import Solver, register
 from trueup.solvers import SCHEDULERS
 
 # Several evaluations per step, each its own "step": what lies between is no state.
-_STAGED = (
-    "HeunDiscreteScheduler",
-    "FlowMatchHeunDiscreteScheduler",
-    "KDPM2DiscreteScheduler",
-    "KDPM2AncestralDiscreteScheduler",
-    "DPMSolverSinglestepScheduler",
-)
+_STAGED = ("Heun", "KDPM2", "DPMSolverSinglestep")  # in the name of the class
 _CHANGE = 0.01  # of the noise in a state, to see where it goes
 _FIRST_DRAW = -2  # noise key of a scheduler's first draw; -1 is the starting noise
 
@@ -48,24 +35,20 @@ class SchedulerSolver(Solver):
     the range it was trained on.
     """
 
+    name = ""  # what it was asked for by, or its class
     adaptive = False
 
     def __init__(self, scheduler: Any, name: str | None = None, *, exact: bool = True):
-        check_scheduler(scheduler)
+        hf.check_scheduler(scheduler)
         self.scheduler, self.exact = copy.deepcopy(scheduler), exact
-        self._name = name or type(scheduler).__name__
-        self.process, self.parametrization = scheduler_process(scheduler)
+        self.name = name or type(scheduler).__name__
+        self.process, self.parametrization = hf.scheduler_process(scheduler)
 
     @classmethod
     def named(cls, name: str, denoiser: Denoiser) -> SchedulerSolver:
         """A scheduler by its name or its class, set up for a denoiser."""
-        scheduler, own = make_scheduler(name, denoiser)
+        scheduler, own = hf.make_scheduler(name, denoiser)
         return cls(scheduler, name, exact=own)
-
-    @property
-    def name(self) -> str:
-        """What it was asked for by, or its class."""
-        return self._name
 
     def __repr__(self) -> str:
         config = {k: v for k, v in self.scheduler.config.items() if not k.startswith("_")}
@@ -73,16 +56,14 @@ class SchedulerSolver(Solver):
 
     def check(self, denoiser: Denoiser) -> None:
         """Raise unless the scheduler was made for a network like this."""
-        if self.parametrization != denoiser.parametrization:
-            raise MismatchError(
-                f"{self.name} is set up for networks that predict {self.parametrization.name}, this one "
-                f"predicts {denoiser.parametrization.name}"
-            )
+        ours, theirs = self.parametrization, denoiser.parametrization
+        if ours != theirs:
+            made_for = f"networks that predict {ours.name}, this one predicts {theirs.name}"
+            raise MismatchError(f"{self.name} is set up for {made_for}")
         if not denoiser.process.agrees_with(self.process):
-            raise MismatchError(
-                f"{self.name} steps through {self.process.kind} noise, or a schedule of it, that is not what "
-                f"the network was trained on ({denoiser.process.kind})"
-            )
+            trained_on = f"not what the network was trained on ({denoiser.process.kind})"
+            steps = f"steps through {self.process.kind} noise, or a schedule of it"
+            raise MismatchError(f"{self.name} {steps}, that is {trained_on}")
 
     def evaluations(self, nfe: int | None, denoiser: Denoiser | None = None, y: Any = None) -> int:
         """How many evaluations it makes of the `nfe` it may."""
@@ -95,7 +76,7 @@ class SchedulerSolver(Solver):
         while steps > 0:
             scheduler = copy.deepcopy(self.scheduler)
             try:
-                with quiet():
+                with hf.quiet():
                     scheduler.set_timesteps(steps)
             except (ValueError, IndexError, RuntimeError, AssertionError) as error:
                 reason, made = f": {line(error)}", 0
@@ -106,17 +87,7 @@ class SchedulerSolver(Solver):
             steps = min(steps - 1, steps * nfe // made + 1 if made else steps)  # as evaluations go with steps
         raise TrueupError(f"{self.name} cannot sample in {nfe} evaluations{reason}")
 
-    def solve(
-        self,
-        network: Network,
-        noise: Tensor,
-        nfe: int | None,
-        advance: Callable[[int], Any],
-        *,
-        seed: int = 0,
-        index: Tensor | None = None,
-        adjust: Adjust | None = None,
-    ) -> Tensor:
+    def solve(self, network: Network, noise: Tensor, nfe: int | None, adjust: Adjust | None = None) -> Tensor:
         """From standard normal noise to samples; image i's noise depends on the seed and on i alone."""
         assert nfe is not None
         scheduler = self._set(nfe)
@@ -124,14 +95,16 @@ class SchedulerSolver(Solver):
         views = self._views(network.denoiser, scheduler.timesteps, noise)
         variance = _uses_learned_variance(scheduler)
         x = noise * float(getattr(scheduler, "init_noise_sigma", 1.0))
-        index = torch.arange(len(x)) if index is None else index
-        drawn = _Noise(partial(_noise_of_images, seed, index), len(index))
+        index = torch.arange(len(x)) if network.index is None else network.index
+
+        def noise_of_images(draw: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
+            return normal(network.seed, index, _FIRST_DRAW - draw, shape, device)
+
+        drawn = _Noise(noise_of_images, len(index))
         for i, (t, view) in enumerate(zip(scheduler.timesteps, views, strict=True)):
             output = view.seen(network, _scaled(scheduler, x, t), variance)
             x = self._step(scheduler, drawn, output, t, x)
-            if adjust is not None:
-                x = adjust(i, x)
-            advance(1)
+            x = x if adjust is None else adjust(i, x)
         return x
 
     def _views(self, denoiser: Denoiser, times: Tensor, like: Tensor) -> Iterator[_View]:
@@ -151,10 +124,8 @@ class SchedulerSolver(Solver):
         alpha, sigma = own.alpha(told), own.sigma(told)
         wanted = scheduled.alpha(times), scheduled.sigma(times)
         scale = torch.where(alpha > sigma, alpha / wanted[0], sigma / wanted[1])  # one of them may be zero
-        (p, q), (p_wanted, q_wanted) = (
-            denoiser.parametrization.coefficients(alpha, sigma),
-            self.parametrization.coefficients(*wanted),
-        )
+        p, q = denoiser.parametrization.coefficients(alpha, sigma)
+        p_wanted, q_wanted = self.parametrization.coefficients(*wanted)
         # From output = p x0 + q eps and x_t = alpha x0 + sigma eps to p' x0 + q' eps.
         determinant = alpha * q - sigma * p
         on_output = (q_wanted * alpha - p_wanted * sigma) / determinant
@@ -165,10 +136,9 @@ class SchedulerSolver(Solver):
     def _step(self, scheduler: Any, noise: _Noise, output: Tensor, t: Tensor, x: Tensor) -> Tensor:
         try:
             with noise:  # and not around the network, every operation of which it would look at
-                stepped: Tensor = scheduler.step(output, t, x, return_dict=False)[0]
+                return scheduler.step(output, t, x, return_dict=False)[0]
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             raise TrueupError(f"{self.name} cannot be stepped through: {line(error)}") from None
-        return stepped
 
     def settings(self) -> dict[str, Any]:
         """What tells it apart from other solvers: its class, and of its config what the class knows."""
@@ -190,7 +160,7 @@ class SchedulerSolver(Solver):
         if drew:  # a solver that adds noise: how much there is, the times say
             sigma[:-1] = alpha[:-1] * (-self.process.lam(times[1:])).exp()
         inner = torch.zeros(len(times), dtype=torch.bool)
-        if type(self.scheduler).__name__ in _STAGED:
+        if any(kind in type(self.scheduler).__name__ for kind in _STAGED):
             for i in range(len(times) - 1):  # does a change of state i arrive at the next one, as it should?
                 expected = (1 + _CHANGE) * stepped[i + 1]
                 found = self._probe(denoiser, nfe, change=i)[1][i + 1]
@@ -198,15 +168,11 @@ class SchedulerSolver(Solver):
         return States(times, alpha, sigma, inner)
 
     def _probe(self, denoiser: Denoiser, nfe: int, change: int | None = None) -> tuple[Tensor, Tensor, bool]:
-        """alpha and sigma of every state, and whether noise was drawn (here all zero).
-
-        change: the noise in this state is made larger by _CHANGE.
-        """
-        scheduler, process = self._set(nfe), self.process
+        """alpha and sigma of all states, noise in one larger by _CHANGE; and if any was drawn (all zero)."""
+        scheduler = self._set(nfe)
         times = scheduler.timesteps
-        axes = [1] * len(denoiser.shape)
-        alpha, sigma = (f(times.double()).float() for f in (process.alpha, process.sigma))
-        x0, eps = torch.tensor([0.5, 0.0]).reshape(-1, *axes), torch.tensor([0.0, 0.5]).reshape(-1, *axes)
+        alpha, sigma = (f(times.double()).float() for f in (self.process.alpha, self.process.sigma))
+        x0, eps = 0.5 * torch.eye(2).reshape(2, 2, *[1] * len(denoiser.shape))
         noise = _Noise(lambda draw, shape, device: torch.zeros(2, *shape, device=device), 2)
         x = alpha[0] * x0 + sigma[0] * eps
         levels = []
@@ -215,9 +181,8 @@ class SchedulerSolver(Solver):
             if i == 0:
                 x = x / scale
             elif not torch.allclose(x[0] * scale, alpha[i] * x0[0], rtol=0.02, atol=1e-3):
-                raise TrueupError(
-                    f"the states of {self.name} are not where its timesteps say: nothing is known of them"
-                )
+                where = "not where its timesteps say: nothing is known of them"
+                raise TrueupError(f"the states of {self.name} are {where}")
             known = (x * scale - alpha[i] * x0) / sigma[i]
             output = self.parametrization.target(x0, known, alpha[i], sigma[i])
             if _uses_learned_variance(scheduler):
@@ -245,7 +210,7 @@ class _View(NamedTuple):
         x_t, channels = x * self.scale, x.shape[1]
         output = network(x_t, self.t, variance=variance)
         mean = self.on_output * output[:, :channels] + self.on_x * x_t
-        return torch.cat([mean, output[:, channels:]], 1) if output.shape[1] > channels else mean
+        return torch.cat([mean, output[:, channels:]], 1)  # which may be none
 
 
 class _Noise(TorchFunctionMode):
@@ -259,10 +224,8 @@ class _Noise(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
-        if func is not torch.randn:
-            return func(*args, **options)
         shape = options.get("size", args[0] if args and not isinstance(args[0], int) else args)
-        if not shape or shape[0] != self.images:
+        if func is not torch.randn or not shape or shape[0] != self.images:
             return func(*args, **options)
         device = torch.device(options.get("device") or "cpu")
         noise = self.noise(self.draws, tuple(shape[1:]), device)
@@ -270,23 +233,15 @@ class _Noise(TorchFunctionMode):
         return noise.to(options.get("dtype") or torch.get_default_dtype())
 
 
-def _noise_of_images(seed: int, index: Tensor, draw: int, shape: tuple[int, ...], device: Any) -> Tensor:
-    """Noise that belongs to the images, whatever else is in the batch."""
-    return normal(seed, index, _FIRST_DRAW - draw, shape, device)
-
-
 def _scaled(scheduler: Any, x: Tensor, t: Tensor) -> Tensor:
     """A state as the network is shown it."""
-    if not hasattr(scheduler, "scale_model_input"):
-        return x
-    scaled: Tensor = scheduler.scale_model_input(x, t)
-    return scaled
+    return scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
 
 
 def _uses_learned_variance(scheduler: Any) -> bool:
     kind = str(scheduler.config.get("variance_type"))
-    return type(scheduler).__name__ in LEARNED_VARIANCE and kind.startswith("learned")
+    return type(scheduler).__name__ in hf.LEARNED_VARIANCE and kind.startswith("learned")
 
 
 for _name in SCHEDULERS:
-    register(_name, partial(SchedulerSolver.named, _name), offered=partial(offered, _name))
+    register(_name, partial(SchedulerSolver.named, _name), offered=partial(hf.offered, _name))

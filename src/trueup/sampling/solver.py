@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -11,7 +11,6 @@ from trueup.calibration.trajectory import Adjust, States
 from trueup.denoiser import Denoiser
 from trueup.errors import ModelError, TrueupError
 from trueup.sampling.network import Network
-from trueup.solvers import check_name
 
 
 @runtime_checkable
@@ -44,45 +43,23 @@ class Solver(Protocol):
         """Where its states lie, for trajectories; one that shows none raises."""
         raise TrueupError(f"{self.name} does not say where its states lie: there are no trajectories for it")
 
-    def solve(
-        self,
-        network: Network,
-        noise: Tensor,
-        nfe: int | None,
-        advance: Callable[[int], Any],
-        *,
-        seed: int = 0,
-        index: Tensor | None = None,
-        adjust: Adjust | None = None,
-    ) -> Tensor:
-        """From standard normal noise (B, *shape) to samples; `advance(k)` is told of every k evaluations.
-
-        seed and index say whose images they are, for noise that a solver adds (see `trueup.noise.normal`).
-        adjust(i, state) may change state i, of those that `states` lists.
-        """
+    def solve(self, network: Network, noise: Tensor, nfe: int | None, adjust: Adjust | None = None) -> Tensor:
+        """From noise (B, *shape) to samples; adjust(i, state) may change state i, of those in `states`."""
         ...
 
 
-class _Entry(NamedTuple):
-    make: Callable[[Denoiser], Solver]
-    offered: Callable[[Denoiser], bool]
+Make = Callable[[Denoiser], Solver]
+Offered = Callable[[Denoiser], bool]
+_KNOWN: dict[str, tuple[Make, Offered]] = {}
 
 
-_KNOWN: dict[str, _Entry] = {}
-
-
-def register(
-    name: str,
-    make: Callable[[Denoiser], Solver],
-    *,
-    offered: Callable[[Denoiser], bool] = lambda denoiser: True,
-) -> None:
+def register(name: str, make: Make, *, offered: Offered = lambda denoiser: True) -> None:
     """Make a solver known by name; `make(denoiser)` sets one up, `offered(denoiser)` says for which networks.
 
     >>> from trueup.sampling import DPMSolver
     >>> register("quick", lambda denoiser: DPMSolver(2, grid="quadratic"))
     """
-    _KNOWN[name] = _Entry(make, offered)
+    _KNOWN[name] = make, offered
 
 
 def solver_names() -> list[str]:
@@ -92,16 +69,13 @@ def solver_names() -> list[str]:
 
 def solvers_for(denoiser: Denoiser) -> list[str]:
     """The solvers that work with a network's noise, by name."""
-    return [name for name, entry in _KNOWN.items() if entry.offered(denoiser)]
+    return [name for name, (_, offered) in _KNOWN.items() if offered(denoiser)]
 
 
 def named(name: str, denoiser: Denoiser) -> Solver:
     """A solver by its name, set up for a denoiser."""
-    check_name(name, _KNOWN)
-    entry = _KNOWN[name]
-    if not entry.offered(denoiser):
-        there = ", ".join(solvers_for(denoiser))
-        raise ModelError(
-            f"{name} does not work with this network ({denoiser.process.kind} noise): use {there}"
-        )
-    return entry.make(denoiser)
+    make, offered = _KNOWN[name]
+    if not offered(denoiser):
+        there, kind = ", ".join(solvers_for(denoiser)), denoiser.process.kind
+        raise ModelError(f"{name} does not work with this network ({kind} noise): use {there}")
+    return make(denoiser)

@@ -16,6 +16,8 @@ from torch import Tensor
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess
 
+GRIDS = ("logsnr", "uniform", "quadratic")  # levels even in lam, in time, or in its square root
+
 
 @dataclass(frozen=True)
 class Levels:
@@ -91,8 +93,23 @@ def eps_weights(parametrization: Parametrization, levels: Levels) -> tuple[Tenso
 
 
 def network_times(process: NoiseProcess, t: Tensor) -> Tensor:
-    """What the network is told: never a time it was not trained on.
-
-    The published end time lies below the first timestep, and points shortly before it may as well.
-    """
+    """What the network is told: never a time it was not trained on."""
+    # The published end time lies below the first timestep, and points shortly before it may as well.
     return t.clamp(process.t_min, process.t_max)
+
+
+def between(grid: str, process: NoiseProcess, s: Tensor, t: Tensor, steps: int) -> Tensor:
+    """steps + 1 times from s to t, along a last axis; both ends are included exactly."""
+    share = torch.linspace(0, 1, steps + 1, dtype=torch.float64)
+
+    def even(first: Tensor, last: Tensor) -> Tensor:
+        return first[..., None] + share * (last - first)[..., None]
+
+    if grid == "logsnr":
+        times = process.t_of_lam(even(process.lam(s), process.lam(t)))
+    else:
+        power = 2.0 if grid == "quadratic" else 1.0
+        ends = (process.to_unit(end) ** (1 / power) for end in (s, t))
+        times = process.from_unit(even(*ends) ** power)
+    times[..., 0], times[..., -1] = s, t
+    return times

@@ -39,7 +39,7 @@ class Kept:
 
     def __init__(self, folder: Path, settings: dict[str, Any], *, force: bool = False):
         self.folder = folder
-        self.settings: dict[str, Any] | None = json.loads(json.dumps(settings, default=_told))
+        self.settings: dict[str, Any] = json.loads(json.dumps(settings, default=_told))
         self._files: dict[str, None] = {}  # those that are ours, in the order they were written
         if folder.is_symlink():
             raise TrueupError(f"{folder} is a symbolic link: name the folder itself")
@@ -56,13 +56,10 @@ class Kept:
         if made_with == self.settings:
             return
         if made_with is not None and self._count() and not force:
-            names = {*made_with, *(self.settings or {})}
-            other = [n for n in sorted(names) if made_with.get(n) != (self.settings or {}).get(n)]
-            raise TrueupError(
-                f"{folder} holds samples made with another {printable(' and another '.join(other))}",
-                "name another place, or pass {} to replace them",
-                _FORCE,
-            )
+            names = sorted({*made_with, *self.settings})
+            other = " and another ".join(n for n in names if made_with.get(n) != self.settings.get(n))
+            text = f"{folder} holds samples made with another {printable(other)}"
+            raise TrueupError(text, "name another place, or pass {} to replace them", _FORCE)
         if there:
             self._save_note(None)  # whatever happens now, nobody takes the old ones for new
             self._delete()
@@ -95,7 +92,7 @@ class Kept:
     def _count(self) -> int:
         """How many samples there are without a gap, from the first on."""
         covered = 0
-        for first, last in sorted(_rows(name) for name in self._files if self._has(name)):
+        for first, last in sorted(map(_rows, filter(self._has, self._files))):
             if first > covered:
                 break
             covered = max(covered, last)
@@ -103,9 +100,8 @@ class Kept:
 
     def _delete(self) -> None:
         """Delete the files that are ours."""
-        for name in self._files:
-            if self._has(name):
-                (self.folder / name).unlink()
+        for name in filter(self._has, self._files):
+            (self.folder / name).unlink()
         self._files = {}
 
     def _delete_leftovers(self) -> None:
@@ -143,7 +139,7 @@ class Kept:
         """The rows of the first `count` samples."""
         parts: list[dict[str, Tensor]] = []
         covered = 0
-        for name in sorted((name for name in self._files if self._has(name)), key=_rows):
+        for name in sorted(filter(self._has, self._files), key=_rows):
             (first, last), file = _rows(name), self.folder / name
             if last <= covered:
                 continue  # written twice, in batches of other sizes
@@ -154,9 +150,8 @@ class Kept:
                 if any(len(tensor) != last - first for tensor in part.values()):
                     raise ValueError(f"it does not hold {last - first} samples")
             except (SafetensorError, OSError, ValueError) as error:
-                raise TrueupError(
-                    f"{file} cannot be read ({line(error)}): delete {self.folder} to start over"
-                ) from None
+                advice = f"delete {self.folder} to start over"
+                raise TrueupError(f"{file} cannot be read ({line(error)}): {advice}") from None
             parts.append({name: tensor[covered - first :] for name, tensor in part.items()})
             covered = last
         if covered < count:
@@ -204,11 +199,11 @@ class Output:
     """Where samples go, by name: a file that ends in .npz or .png (a grid), else a folder of PNGs."""
 
     def __init__(self, path: Path, count: int, settings: dict[str, Any], *, force: bool = False):
-        self.path, self.count = path, count
-        self.one_file = path.suffix.lower() in (".npz", ".png")
-        if path.suffix.lower() in _OTHERS:
+        self.path, self.count, self.kind = path, count, path.suffix.lower()
+        self.one_file = self.kind in (".npz", ".png")
+        if self.kind in _OTHERS:
             raise TrueupError(f"{path}: samples go to a folder of PNGs, a .png (a grid) or a .npz file")
-        if path.suffix.lower() == ".png" and count > _LARGEST_GRID:
+        if self.kind == ".png" and count > _LARGEST_GRID:
             raise TrueupError(f"a grid of {count} images is too large: name a folder or a .npz file")
         if path.is_dir() and self.one_file:
             raise TrueupError(f"{path} is a directory: name a file")
@@ -232,14 +227,13 @@ class Output:
         if not self.one_file:
             return
         images = self.kept.tensors(self.count)["images"]
-        if self.path.suffix.lower() == ".png":
+        if self.kind == ".png":
             write(self.path, png(grid(images)))
         else:
-            pictures = (
-                images.permute(0, 2, 3, 1) if images.dtype == torch.uint8 and images.ndim == 4 else images
-            )
+            if images.dtype == torch.uint8 and images.ndim == 4:
+                images = images.permute(0, 2, 3, 1)
             content = io.BytesIO()
-            np.savez(content, images=pictures.numpy(), settings=np.array(json.dumps(self.kept.settings)))
+            np.savez(content, images=images.numpy(), settings=np.array(json.dumps(self.kept.settings)))
             write(self.path, content.getvalue())
         self.kept.remove()
 
@@ -250,26 +244,19 @@ def grid(images: Tensor, columns: int | None = None, gap: int = 2) -> Tensor:
     >>> grid(torch.zeros(5, 1, 8, 8, dtype=torch.uint8), columns=3).shape
     torch.Size([1, 18, 28])
     """
-    n, channels, height, width = images.shape
-    columns = columns or math.ceil(math.sqrt(n))
-    rows = math.ceil(n / columns)
-    size = (rows * (height + gap) - gap, columns * (width + gap) - gap)
-    sheet = torch.full((channels, *size), 255, dtype=torch.uint8)
-    for i, image in enumerate(images):
-        top, left = (i // columns) * (height + gap), (i % columns) * (width + gap)
-        sheet[:, top : top + height, left : left + width] = image
-    return sheet
+    columns = columns or math.ceil(math.sqrt(len(images)))
+    room = (0, gap, 0, gap, 0, 0, 0, -len(images) % columns)  # to the right, below, and for missing images
+    padded = torch.nn.functional.pad(images, room, value=255)
+    rows = padded.unflatten(0, (-1, columns))  # (rows, columns, C, H + gap, W + gap)
+    return rows.permute(2, 0, 3, 1, 4).flatten(3).flatten(1, 2)[:, : -gap or None, : -gap or None]
 
 
 def png(image: Tensor) -> bytes:
     """A picture (C, H, W) uint8 as a PNG file."""
     if image.ndim != 3 or image.shape[0] not in _MODES or image.dtype != torch.uint8:
-        raise TrueupError(
-            f"samples of shape {tuple(image.shape)} are not pictures: write them to a .npz file"
-        )
-    pixels = image.permute(1, 2, 0).numpy()
+        shape = tuple(image.shape)
+        raise TrueupError(f"samples of shape {shape} are not pictures: write them to a .npz file")
+    pixels = image[0] if len(image) == 1 else image.permute(1, 2, 0)
     content = io.BytesIO()
-    Image.fromarray(pixels[..., 0] if image.shape[0] == 1 else pixels, _MODES[image.shape[0]]).save(
-        content, "PNG"
-    )
+    Image.fromarray(pixels.numpy(), _MODES[len(image)]).save(content, "PNG")
     return content.getvalue()

@@ -52,7 +52,7 @@ def calibrate_sampler(
     denoiser, calibration = as_denoiser(model), as_calibration(calibration)
     marginals = Marginals.of_calibration(calibration, denoiser)
     chosen = as_solver(solver, denoiser)
-    numbers: list[Any] = list(nfe) if isinstance(nfe, (list, tuple, range)) else [nfe]
+    numbers: Any = nfe if isinstance(nfe, (list, tuple, range)) else [nfe]
     if not numbers:
         raise TrueupError("say how many evaluations: nfe")
     settings = {"trajectories": trajectories, "labels": labels, "guidance": guidance, "progress": progress}
@@ -70,18 +70,20 @@ def _calibrate(walk: Walk, sampler: Sampler, seed: int, labels: Any) -> Trajecto
     """Fit the maps on some trajectories; keep them if others, before and after, say that they help."""
     others = mix(seed ^ mix(_OWN_STREAM))
     before = walk.misses(others, f"{sampler}, as it is")
-    trajectory = _identity(walk, sampler, {"seed": seed, "labels": _told(labels)})
-    after = before
-    dimensions = trajectory.shift[0].numel()
-    if float(before[-1].nats.sum()) > MATERIAL * dimensions:
+    after, marginals, bands = before, walk.marginals, walk.marginals.bands
+    # One that changes nothing.
+    shift = torch.zeros(len(walk.states), *marginals.mean.shape, dtype=torch.float64)
+    gain = torch.ones(len(walk.states), len(marginals.mean), bands.count, dtype=torch.float64)
+    made_with, count = {"seed": seed, "labels": _told(labels)}, len(walk.index)
+    trajectory = Trajectory(sampler, walk.states, bands, marginals.mean, shift, gain, {}, count, made_with)
+    if float(before[-1].nats.sum()) > MATERIAL * marginals.mean.numel():
         fitted = _fit(walk, trajectory, mix(seed ^ _OWN_STREAM))
         tried = walk.misses(others, f"{sampler}, corrected", fitted)
         if float(tried[-1].nats.sum()) < float(before[-1].nats.sum()):
             trajectory, after = fitted, tried
     for name, misses in (("before", before), ("after", after)):
-        trajectory.evidence[name] = torch.stack([miss.nats for miss in misses])
-        trajectory.evidence[f"{name}_se"] = torch.stack([miss.nats_se for miss in misses])
-        trajectory.evidence[f"{name}_total_se"] = torch.stack([miss.total_se for miss in misses])
+        for kind, part in (("", "nats"), ("_se", "nats_se"), ("_total_se", "total_se")):
+            trajectory.evidence[name + kind] = torch.stack([getattr(miss, part) for miss in misses])
     return trajectory
 
 
@@ -91,16 +93,6 @@ def _told(labels: Any) -> Any:
         return None
     values = torch.as_tensor(labels)
     return values.reshape(-1).tolist() if values.ndim < 2 else f"{len(values)} rows"
-
-
-def _identity(walk: Walk, sampler: Sampler, provenance: dict[str, Any]) -> Trajectory:
-    """A trajectory that changes nothing."""
-    marginals, steps = walk.marginals, len(walk.states)
-    (channels, size), bands = marginals.mean.shape, marginals.bands
-    shift = torch.zeros(steps, channels, size, dtype=torch.float64)
-    gain = torch.ones(steps, channels, bands.count, dtype=torch.float64)
-    count = len(walk.index)
-    return Trajectory(sampler, walk.states, bands, marginals.mean, shift, gain, {}, count, provenance)
 
 
 def _fit(walk: Walk, trajectory: Trajectory, seed: int) -> Trajectory:

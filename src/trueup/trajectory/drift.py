@@ -13,9 +13,6 @@ from trueup.bands import Bands
 from trueup.calibration import Sampler, States
 from trueup.trajectory.fitting import Miss
 
-_SHADES = " ·░▒▓█"
-_PLAIN = " .:+*#"
-
 
 @dataclass(eq=False, repr=False)
 class Drift:
@@ -33,11 +30,6 @@ class Drift:
     def nats(self) -> Tensor:
         """The miss, (S, bands): how far the Gaussian of the states is from that of the data."""
         return torch.stack([miss.nats for miss in self.misses])
-
-    @property
-    def nats_se(self) -> Tensor:
-        """Its standard errors, (S, bands)."""
-        return torch.stack([miss.nats_se for miss in self.misses])
 
     def total(self, i: int) -> tuple[float, float]:
         """The miss of state i over all bands, and its standard error."""
@@ -69,34 +61,26 @@ class Drift:
         """A band in words: its wavelength in pixels."""
         if band == 0:
             return "the mean of an image"
-        long, short = self._wavelengths(band)
-        return (
-            f"wavelengths of {long} to {short} pixels" if long != short else f"a wavelength of {long} pixels"
-        )
-
-    def _wavelengths(self, band: int) -> tuple[str, str]:
         longest = max(self.bands.spatial)
         edges = [0.0, *self.bands.edges, math.inf]
         low, high = edges[band], min(edges[band + 1], math.sqrt(len(self.bands.spatial)) * (longest - 1))
-        return f"{2 * longest / max(low, 1.0):.3g}", f"{2 * longest / high:.3g}"
+        long, short = f"{2 * longest / max(low, 1.0):.3g}", f"{2 * longest / high:.3g}"
+        return (
+            f"a wavelength of {long} pixels" if long == short else f"wavelengths of {long} to {short} pixels"
+        )
 
     def summary(self, *, plain: bool = False) -> str:
         """A row per state: the miss, the spread in low, middle and high bands, and where it lies."""
-        shades = _PLAIN if plain else _SHADES
-        rule = "|" if plain else "│"
-        nats, channels = self.nats, len(self.misses[0].ratio)
-        per = nats / (self.bands.sizes * channels)  # per coefficient
+        shades, rule = (" .:+*#", "|") if plain else (" ·░▒▓█", "│")
+        per = self.nats / (self.bands.sizes * len(self.misses[0].ratio))  # per coefficient
         top = float(per.max())
         heads = ("state", "from t", "miss (nats)", "mean", "std, low", "middle", "high")
         widths = (5, 8, 19, 6, 8, 6, 6)
         wide = max(2 * self.bands.count, 18)
         title = " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True))
-        lines = [
-            f"drift of {self.sampler}, {self.trajectories:,} trajectories, moments of {self.data_images:,} "
-            f"{'generated ' if self.generated else ''}images",
-            "",
-            f"{title}  {rule}{'where, low to high':<{wide}}{rule}",
-        ]
+        images = f"{self.data_images:,} {'generated ' if self.generated else ''}images"
+        lines = [f"drift of {self.sampler}, {self.trajectories:,} trajectories, moments of {images}", ""]
+        lines.append(f"{title}  {rule}{'where, low to high':<{wide}}{rule}")
         thirds = torch.tensor_split(torch.arange(self.bands.count), 3)
         for i, miss in enumerate(self.misses):
             value, error = self.total(i)
@@ -112,17 +96,23 @@ class Drift:
             "",
             "miss: how far means and variances of the states are from those of noised data, ± 95%;",
             "mean: that of the mean in standard deviations; std: standard deviation over what it should be",
-            f"verdict: {self.verdict()}",
         ]
         if self.generated:
-            lines.insert(
-                -1, "the moments are those of the model's own samples: what these have wrong counts as right"
+            lines.append(
+                "the moments are those of the model's own samples: what these have wrong counts as right"
             )
-        text = "\n".join(lines)
+        text = "\n".join([*lines, f"verdict: {self.verdict()}"])
         return text.replace("±", "+-") if plain else text
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain values."""
+        states = []
+        for i, miss in enumerate(self.misses):
+            state = {name: float(getattr(self.states, name)[i]) for name in ("t", "alpha", "sigma")}
+            bands = {"miss_by_band": miss.nats, "miss_by_band_se": miss.nats_se, "mean_miss": miss.mean}
+            bands |= {"std_ratio": miss.ratio, "std_ratio_se": miss.ratio_se}
+            total = dict(zip(("miss", "miss_se"), self.total(i), strict=True))
+            states.append({**state, **total, **{name: value.tolist() for name, value in bands.items()}})
         return {
             "verdict": self.verdict(),
             "sampler": self.sampler.as_json(),
@@ -130,21 +120,7 @@ class Drift:
             "data_images": self.data_images,
             "generated": self.generated,
             "band_edges": list(self.bands.edges),
-            "states": [
-                {
-                    "t": float(self.states.t[i]),
-                    "alpha": float(self.states.alpha[i]),
-                    "sigma": float(self.states.sigma[i]),
-                    "miss": self.total(i)[0],
-                    "miss_se": self.total(i)[1],
-                    "miss_by_band": miss.nats.tolist(),
-                    "miss_by_band_se": miss.nats_se.tolist(),
-                    "mean_miss": miss.mean.tolist(),
-                    "std_ratio": miss.ratio.tolist(),
-                    "std_ratio_se": miss.ratio_se.tolist(),
-                }
-                for i, miss in enumerate(self.misses)
-            ],
+            "states": states,
         }
 
 

@@ -46,28 +46,23 @@ class StateMoments:
         member = torch.nn.functional.one_hot(fold, folds).to(torch.float64)  # (n, F)
         rows = member.sum(0)
         z = bands.dct(x.double()).flatten(2) - mean.to(x.device)  # (n, C, K)
-        mean_z = z.mean(0)
-        centred = z - mean_z
+        centred = z - z.mean(0)
         # Means: what of a coefficient goes with its own starting noise has expectation zero.
         slope = bands.sum((centred * noise).sum(0)) / bands.sum(noise.square().sum(0))
         controlled = z - bands.spread(slope) * noise
-        spread = (
-            bands.sum((controlled - controlled.mean(0)).square().sum(0)) / (n - 1) / bands.sizes.to(z.device)
-        )
+        sizes = bands.sizes.to(z.device)
+        spread = bands.sum(controlled.var(0)) / sizes
         offset = torch.einsum("nf,nck->fck", member / rows, controlled)
         # Variances: what of a trajectory's energy goes with that of its noise, whose expectation is one.
-        sizes = bands.sizes.to(z.device)
         energy = bands.sum(centred.square()) / sizes * (n / (n - 1))  # (n, C, bands)
         extra = bands.sum(noise.square()) / sizes - 1
         around = extra - extra.mean(0)
         slope = ((energy - energy.mean(0)) * around).sum(0) / around.square().sum(0).clamp_min(_TINY)
         controlled = energy - slope * extra
         variance = torch.einsum("nf,ncb->fcb", member / rows, controlled)
-        scatter = controlled.var(0)
         # A control can overshoot where there are few trajectories: never below a tenth of what was seen.
         variance = torch.maximum(variance, 0.1 * energy.mean(0)).clamp_min(1e-12)
-        parts = (rows, offset, spread, variance, scatter)
-        return cls(bands, *(part.cpu() for part in parts))
+        return cls(bands, *(part.cpu() for part in (rows, offset, spread, variance, controlled.var(0))))
 
     @property
     def count(self) -> float:
@@ -79,8 +74,7 @@ class StateMoments:
         weight = self.rows.clone()
         if without is not None:
             weight[without] = 0
-        mean: Tensor = torch.tensordot(weight / weight.sum(), values, 1)
-        return mean
+        return torch.tensordot(weight / weight.sum(), values, 1)
 
 
 @dataclass(eq=False, repr=False)
@@ -130,7 +124,6 @@ def measure(moments: StateMoments, target: Target, fitted: tuple[Tensor, Tensor]
         by_variance = 0.5 * sizes * (r - 1 - r.log() - 0.5 * noise_of_r)
         return (by_mean + by_variance).sum(0)
 
-    value = nats()
     folds = len(moments.rows)
     left_out = torch.stack([nats(fold) for fold in range(folds)])  # (F, bands)
     scatter = (folds - 1) / folds * (left_out - left_out.mean(0)).square().sum(0)
@@ -142,15 +135,9 @@ def measure(moments: StateMoments, target: Target, fitted: tuple[Tensor, Tensor]
     shared = by_mean.sum(0).square() + by_variance.sum(0).square()
     shared = shared + (sizes * (target.mean_var / target.variance).square()).sum(0) / 2
     shared = shared + (sizes * target.variance_var / target.variance.square()).square().sum(0) / 8
-    floor = (square / target.variance).clamp_min(0.0).sqrt()
-    return Miss(
-        floor,
-        ratio,
-        ratio * (0.25 * (states_var + data_var)).sqrt(),
-        value,
-        (scatter + shared).sqrt(),
-        (total + shared.sum()).sqrt(),
-    )
+    mean = (square / target.variance).clamp_min(0.0).sqrt()
+    ratio_se = ratio * (0.25 * (states_var + data_var)).sqrt()
+    return Miss(mean, ratio, ratio_se, nats(), (scatter + shared).sqrt(), (total + shared.sum()).sqrt())
 
 
 def fit(moments: StateMoments, target: Target) -> tuple[Tensor, Tensor]:
@@ -174,10 +161,7 @@ def fit(moments: StateMoments, target: Target) -> tuple[Tensor, Tensor]:
         now = moments.variance[fold] / target.variance
         by_gain.append((sizes * (0.5 * now * (1 - (2 * log_g).exp()) + log_g)).sum(0))
     scale_shift, scale_gain = (_confirmed(torch.stack(part), moments.rows) for part in (by_shift, by_gain))
-    return (
-        bands.spread(scale_shift * keep_shift) * offset,
-        (scale_gain * keep_gain * log_gain).exp(),
-    )
+    return (bands.spread(scale_shift * keep_shift) * offset, (scale_gain * keep_gain * log_gain).exp())
 
 
 def _log_gain(variance: Tensor, target: Target) -> Tensor:
@@ -194,8 +178,8 @@ def _log_gain(variance: Tensor, target: Target) -> Tensor:
 
 def _kept(surprise: Tensor, columns: Tensor) -> Tensor:
     """Share of an estimate to keep, from its mean square in units of its noise; equation 38."""
-    excess = surprise - 1.0 - SIGMAS * (2.0 / columns).sqrt()
-    return excess.clamp_min(0.0) / (1.0 + excess.clamp_min(0.0))
+    excess = (surprise - 1.0 - SIGMAS * (2.0 / columns).sqrt()).clamp_min(0.0)
+    return excess / (1.0 + excess)
 
 
 def _confirmed(score: Tensor, rows: Tensor) -> Tensor:

@@ -51,18 +51,11 @@ class Marginals:
     def of_calibration(cls, calibration: Calibration, denoiser: Denoiser) -> Marginals:
         """Those of the data behind a calibration of a denoiser."""
         if calibration.shape != denoiser.shape:
-            raise MismatchError(
-                f"this calibration is of samples of shape {calibration.shape}, the model's are "
-                f"{denoiser.shape}"
-            )
+            shapes = f"shape {calibration.shape}, the model's are {denoiser.shape}"
+            raise MismatchError(f"this calibration is of samples of {shapes}")
         check_count(calibration.data_images)
-        return cls(
-            calibration.correction.bands,
-            calibration.data_mean,
-            calibration.data_variance,
-            calibration.data_variance_se,
-            calibration.data_images,
-        )
+        mean, variance, images = calibration.data_mean, calibration.data_variance, calibration.data_images
+        return cls(calibration.correction.bands, mean, variance, calibration.data_variance_se, images)
 
     def at(self, alpha: float, sigma: float) -> tuple[Tensor, Tensor]:
         """Mean (C, K) and variance (C, bands) of x_t."""
@@ -76,6 +69,5 @@ class Marginals:
 def check_count(images: int) -> None:
     """Raise for data that are too few."""
     if images < FEWEST_IMAGES:
-        raise DataError(
-            f"the moments of {images} images are not those of the data: use {FEWEST_IMAGES} or more"
-        )
+        advice = f"use {FEWEST_IMAGES} or more"
+        raise DataError(f"the moments of {images} images are not those of the data: {advice}")

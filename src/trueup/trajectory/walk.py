@@ -40,9 +40,8 @@ class Walk:
         if not isinstance(trajectories, int) or isinstance(trajectories, bool) or trajectories < FEWEST:
             raise TrueupError(f"moments need {FEWEST} trajectories or more, not {trajectories!r}")
         if solver.adaptive:
-            raise TrueupError(
-                f"{solver.name} chooses its own steps: trajectories are of a fixed number of evaluations"
-            )
+            fixed = "trajectories are of a fixed number of evaluations"
+            raise TrueupError(f"{solver.name} chooses its own steps: {fixed}")
         self.denoiser, self.solver, self.nfe = denoiser, solver, nfe
         self.marginals, self.progress = marginals, progress
         self.network = network_for(denoiser, labels, guidance)
@@ -59,9 +58,8 @@ class Walk:
         """The moments state i should have."""
         alpha, sigma = float(self.states.alpha[i]), float(self.states.sigma[i])
         mean, variance = self.marginals.at(alpha, sigma)
-        return Target(
-            mean, variance, *self.marginals.errors_at(alpha), sigma**2 / variance, i == len(self.states) - 1
-        )
+        errors, last = self.marginals.errors_at(alpha), i == len(self.states) - 1
+        return Target(mean, variance, *errors, sigma**2 / variance, last)
 
     def misses(self, seed: int, description: str, adjust: Trajectory | None = None) -> list[Miss]:
         """The miss of every state, of trajectories with the noise of a seed, as they are or adjusted."""
@@ -90,4 +88,5 @@ class Walk:
             start = start.cpu()
         self.noise = self.marginals.bands.dct(start.double()).flatten(2)  # (n, C, K)
         with Progress(self.evaluations * len(self.index), description, show=self.progress) as bar:
-            draw(self.solver, self.network, self.index, seed, self.nfe, bar, adjust)
+            self.network.seed, self.network.index, self.network.advance = seed, self.index, bar.update
+            draw(self.solver, self.network, self.nfe, adjust)
