@@ -105,12 +105,15 @@ def interpolation_weights(levels: Tensor, lam: Tensor) -> Tensor:
     >>> interpolation_weights(torch.tensor([2.0, 1.0, 0.0]), torch.tensor([1.25, 9.0])).tolist()
     [[0.25, 0.75, 0.0], [1.0, 0.0, 0.0]]
     """
+    index = torch.arange(len(levels), device=lam.device, dtype=lam.dtype)
+    return (1.0 - (level_position(levels, lam)[..., None] - index).abs()).clamp_min(0.0)
+
+
+def level_position(levels: Tensor, lam: Tensor) -> Tensor:
+    """Where lam lies among falling levels, as a fractional index."""
     if len(levels) == 1:
-        return torch.ones_like(lam)[..., None]
+        return torch.zeros_like(lam)
     rising = -levels
     right = torch.searchsorted(rising, -lam.contiguous()).clamp(1, len(levels) - 1)
     left = right - 1
-    fraction = (-lam - rising[left]) / (rising[right] - rising[left])
-    position = left + fraction.clamp(0.0, 1.0)
-    index = torch.arange(len(levels), device=position.device, dtype=position.dtype)
-    return (1.0 - (position[..., None] - index).abs()).clamp_min(0.0)
+    return left + ((-lam - rising[left]) / (rising[right] - rising[left])).clamp(0.0, 1.0)
