@@ -36,8 +36,8 @@ def posterior_draws(data, process, x_t, s, t, count):
     """Draws of x_s given x_t, exactly: first which Gaussian, then x0, then x_s."""
     alpha, sigma = (float(f(t)) for f in (process.alpha, process.sigma))
     one = torch.ones(1, dtype=torch.float64)
-    share, offset, variance = data._posterior(x_t[None], alpha * one, sigma * one)
-    pick = torch.multinomial(share[0], count, replacement=True)
+    logits, offset, variance = data._posterior(x_t[None], alpha * one, sigma * one)
+    pick = torch.multinomial(logits[0].softmax(0), count, replacement=True)
     gain = alpha * data.std**2 / variance[0]
     mean = data.means.flatten(1)[pick] + gain * offset[0][pick]
     std = math.sqrt(data.std**2 * sigma**2 / float(variance[0]))
