@@ -55,7 +55,7 @@ def make_scheduler(name: str, denoiser: Denoiser) -> tuple[Any, bool]:
         check_name(name.removesuffix("Scheduler"))
         raise TrueupError(f"diffusers has no scheduler {kind}")
     if denoiser.scheduler_config is not None:
-        scheduler = _set_up(name, made, denoiser.scheduler_config | settings, denoiser)
+        scheduler = _set_up(name, made, {**denoiser.scheduler_config, **settings}, denoiser)
         if scheduler_process(scheduler)[0].agrees_with(denoiser.process):
             return scheduler, True
     scheduler = _set_up(name, made, _config(kind, denoiser) | settings, denoiser)
