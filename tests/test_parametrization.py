@@ -23,26 +23,6 @@ def make(name: str) -> Parametrization:
     return Parametrization(name, 0.5 if name.startswith("edm") else None)
 
 
-def dsm_weight(parametrization, alpha, sigma):
-    """w of the denoising score matching loss, w/2 E|output - target|^2 (paper, appendix B)."""
-    return (parametrization.deps_doutput(alpha, sigma) / sigma) ** 2
-
-
-def best_shift(parametrization, mean_output, mean_x0, alpha, sigma):
-    """The constant to subtract from the output, equation 9."""
-    return mean_output - parametrization.coefficients(alpha, sigma)[0] * mean_x0
-
-
-def gap(parametrization, shift, alpha, sigma):
-    """What subtracting the best shift takes off the loss, equation 10."""
-    return 0.5 * dsm_weight(parametrization, alpha, sigma) * shift.square().sum()
-
-
-def from_x0(parametrization, x0, x_t, alpha, sigma):
-    """The output that claims this data."""
-    return parametrization.target(x0, (x_t - alpha * x0) / sigma, alpha, sigma)
-
-
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -64,10 +44,10 @@ def test_targets_weights_and_shifts_are_appendix_b(name):
     target, weight, shift = APPENDIX_B[name]
     parametrization = make(name)
     torch.testing.assert_close(parametrization.target(X0, EPS, ALPHA, SIGMA), target())
-    torch.testing.assert_close(dsm_weight(parametrization, ALPHA, SIGMA), weight())
+    torch.testing.assert_close(parametrization.dsm_weight(ALPHA, SIGMA), weight())
     mean_output, mean_x0 = draw(5, 12, seed=4), draw(5, 12, seed=5)
     torch.testing.assert_close(
-        best_shift(parametrization, mean_output, mean_x0, ALPHA, SIGMA), shift(mean_output, mean_x0)
+        parametrization.optimal_shift(mean_output, mean_x0, ALPHA, SIGMA), shift(mean_output, mean_x0)
     )
 
 
@@ -77,8 +57,8 @@ def test_gap_is_appendix_b(name):
     for level in range(len(T)):
         eta = draw(3, 4, seed=level)
         expected = 0.5 * weight()[level, 0] * (eta**2).sum()
-        found = gap(make(name), eta, ALPHA[level, 0], SIGMA[level, 0])
-        torch.testing.assert_close(found, expected)
+        gap = make(name).dsm_gap(eta, ALPHA[level, 0], SIGMA[level, 0])
+        torch.testing.assert_close(gap, expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -93,7 +73,7 @@ def test_every_loss_is_the_score_loss(name):
     score = -parametrization.to_eps(OUTPUT, x_t, alpha, sigma) / sigma
     expected = 0.5 * ((score + EPS / sigma) ** 2).sum(1)
     residual = OUTPUT - parametrization.target(X0, EPS, alpha, sigma)
-    weight = dsm_weight(parametrization, alpha, sigma)[:, 0]
+    weight = parametrization.dsm_weight(alpha, sigma)[:, 0]
     torch.testing.assert_close(0.5 * weight * (residual**2).sum(1), expected)
 
 
@@ -104,13 +84,13 @@ def test_the_optimal_shift_takes_exactly_the_gap_off_the_loss(name):
     x0, eps = draw(64, 12, seed=6), draw(32, 12, seed=7)
     eps = torch.cat([eps, -eps])  # mean exactly zero, as the expectation has it
     output = draw(64, 12, seed=8) + 0.3
-    eta = best_shift(parametrization, output.mean(0), x0.mean(0), alpha, sigma)
+    eta = parametrization.optimal_shift(output.mean(0), x0.mean(0), alpha, sigma)
 
     def loss(shift):
         residual = output - shift - parametrization.target(x0, eps, alpha, sigma)
-        return 0.5 * dsm_weight(parametrization, alpha, sigma) * (residual**2).sum(1).mean()
+        return 0.5 * parametrization.dsm_weight(alpha, sigma) * (residual**2).sum(1).mean()
 
-    torch.testing.assert_close(loss(0) - loss(eta), gap(parametrization, eta, alpha, sigma))
+    torch.testing.assert_close(loss(0) - loss(eta), parametrization.dsm_gap(eta, alpha, sigma))
     assert loss(eta) < loss(1.01 * eta)
     assert loss(eta) < loss(0.99 * eta)
 
@@ -130,7 +110,7 @@ def test_conversions_round_trip(name):
     eps, x0 = (read(OUTPUT, X_T, *levels) for read in (parametrization.to_eps, parametrization.to_x0))
     exact = {"rtol": 1e-8, "atol": 1e-8}  # float64 with a few digits lost at alpha = 0.007
     torch.testing.assert_close(parametrization.from_eps(eps, X_T, *levels), OUTPUT, **exact)
-    torch.testing.assert_close(from_x0(parametrization, x0, X_T, *levels), OUTPUT, **exact)
+    torch.testing.assert_close(parametrization.from_x0(x0, X_T, *levels), OUTPUT, **exact)
     torch.testing.assert_close(ALPHA * x0 + SIGMA * eps, X_T, **exact)
 
 
@@ -184,7 +164,7 @@ def test_edm_reads_what_diffusers_preconditions(scheduler_class, kind, name, sig
         x_t, t = scheduler.precondition_inputs(sample, noise), scheduler.precondition_noise(noise)
         alpha, sigma = process.alpha(t), process.sigma(t)
         torch.testing.assert_close(parametrization.to_x0(output, x_t, alpha, sigma), denoised)
-        torch.testing.assert_close(from_x0(parametrization, denoised, x_t, alpha, sigma), output)
+        torch.testing.assert_close(parametrization.from_x0(denoised, x_t, alpha, sigma), output)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("epsilon", "edm"), ("v_prediction", "edm_velocity")])

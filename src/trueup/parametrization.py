@@ -84,10 +84,26 @@ class Parametrization:
         """The output that claims this noise."""
         return self.target((x_t - sigma * eps) / alpha, eps, alpha, sigma)
 
+    def from_x0(self, x0: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+        """The output that claims this data."""
+        return self.target(x0, (x_t - alpha * x0) / sigma, alpha, sigma)
+
     def deps_doutput(self, alpha: Tensor, sigma: Tensor) -> Tensor:
         """How far eps moves per unit of output, equation 8."""
         p, q = self.coefficients(alpha, sigma)
         return alpha / (alpha * q - sigma * p)
+
+    def dsm_weight(self, alpha: Tensor, sigma: Tensor) -> Tensor:
+        """w of the denoising score matching loss, w/2 E|output - target|^2 (paper, appendix B)."""
+        return (self.deps_doutput(alpha, sigma) / sigma) ** 2
+
+    def optimal_shift(self, mean_output: Tensor, mean_x0: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+        """The constant to subtract from the output, E[output] - p E[x0], equation 9."""
+        return mean_output - self.coefficients(alpha, sigma)[0] * mean_x0
+
+    def dsm_gap(self, shift: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+        """What subtracting the optimal shift takes off the DSM loss, w/2 |shift|^2, equation 10."""
+        return 0.5 * self.dsm_weight(alpha, sigma) * shift.square().sum()
 
     def settings(self) -> dict[str, Any]:
         """Plain JSON values."""
