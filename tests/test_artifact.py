@@ -338,7 +338,7 @@ def test_places_that_cannot_be_written_are_named_in_one_line(monkeypatch, tmp_pa
     def forbid(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(os, "open", forbid)  # a read-only folder does not stop root
+    monkeypatch.setattr(Path, "open", forbid)  # a read-only folder does not stop root
     with pytest.raises(ArtifactError) as caught:
         make().save(tmp_path / "a")
     assert str(caught.value) == f"cannot write {tmp_path / 'a'}: Permission denied"
