@@ -22,6 +22,8 @@ from trueup.density.terms import discrete_decoder, prior, step
 from trueup.hf import as_denoiser
 from trueup.images import Samples
 from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow
+from trueup.sampling.store import Kept
+from trueup.statistics import group_means
 
 from tiny import tiny_unet
 
@@ -442,3 +444,43 @@ def test_images_without_others_say_so(tmp_path):
     found = trueup.likelihood(net, x0, calibration, progress=False)
     assert len(found.index) == 60
     assert "made from these very images" in found.notes[0]
+
+
+def test_images_count_once_and_groups_as_one_each():
+    data, net = gaussian(ContinuousVP())
+    x0 = data.sample(30)
+    twice = torch.cat([x0, x0[:10]])
+    how = {"draws": 2, "progress": False}
+    once = trueup.likelihood(net, Images(x0), **how)
+    found = trueup.likelihood(net, Images(twice), **how)
+    assert torch.equal(found.before, once.before)
+    assert found.notes[0] == "10 images are there more than once, and count once"
+    keys = [min(i, 20) for i in range(30)]  # 20 alone, and ten that belong together
+    grouped = trueup.likelihood(net, Images(x0, groups=keys), **how)
+    assert torch.equal(grouped.before, once.before)
+    values = once.bits_per_dim(once.before)
+    means = torch.cat([values[:20], values[20:].mean()[None]])
+    assert grouped.mean().value == pytest.approx(float(means.mean()))
+    assert grouped.mean().error == pytest.approx(float(means.std()) / math.sqrt(21))
+    losses, alone = (
+        objectives(net, Images(x0, groups=groups), levels=[0.5], progress=False) for groups in (keys, None)
+    )
+    assert losses.total("uniform").error != alone.total("uniform").error
+    assert losses.losses("before").shape == (21, 1)
+    assert torch.allclose(
+        losses.losses("before").mean(), group_means(alone.before, torch.tensor(keys)).mean()
+    )
+
+
+def test_what_a_run_kept_is_read_once(tmp_path, monkeypatch):
+    data, net = gaussian(ContinuousVP())
+    x0, net = data.sample(40), net.with_batch_size(4)
+    groups = [i // 2 for i in range(40)]
+    how = {"draws": 1, "run": tmp_path / "run", "progress": False}
+    first = trueup.likelihood(net, Images(x0), **how)
+    reads, tensors = [], Kept.tensors
+    monkeypatch.setattr(Kept, "tensors", lambda self, count: reads.append(count) or tensors(self, count))
+    again = trueup.likelihood(net, Images(x0, groups=groups), **how)  # groups may come later
+    assert torch.equal(again.before, first.before)
+    assert again.mean().error != first.mean().error
+    assert len(reads) == 2  # to compare with, and at the end
