@@ -142,7 +142,9 @@ def test_intervals_of_the_bound_and_of_its_gain_cover_the_closed_forms():
     size = math.prod(SHAPE)
     for repeat in range(120):
         part = x0[40 * repeat : 40 * (repeat + 1)]
-        found = trueup.likelihood(net, Images(part), calibration, draws=4, seed=repeat, progress=False)
+        found = trueup.likelihood(
+            net, Images(part), calibration, draws=4, seed=repeat, trust=True, progress=False
+        )
         # what a bias adds to the exact denoiser's bound is what removing it gains, on average over the data
         expected = closed_form_bound(process, x0) + gain
         bound = found.mean().scaled(size * math.log(2))
@@ -177,7 +179,7 @@ def test_the_gain_of_the_bound_is_the_paper_s_integral_whatever_is_predicted(par
     net = net.with_batch_size(500)
     x0 = data.sample(2000)
     calibration = trueup.calibrate(net, Images(x0[:1000]), family="shift", trust=True, progress=False)
-    found = trueup.likelihood(net, Images(x0), calibration, progress=False)
+    found = trueup.likelihood(net, Images(x0), calibration, trust=True, progress=False)
     assert found.index == list(range(1000, 2000))  # the calibration's own images are passed over
     assert found.notes[0] == "1000 images made the calibration and are passed over"
     lam = calibration.correction.lam
@@ -309,11 +311,11 @@ def test_a_run_notices_other_labels(tmp_path):
 def test_a_calibration_of_some_levels_promises_nothing_about_all():
     data, net, calibration, _ = biased(ContinuousVP())
     x0 = data.sample(60)
-    assert trueup.likelihood(net, x0, calibration, progress=False).agreement() is not None
+    assert trueup.likelihood(net, x0, calibration, trust=True, progress=False).agreement() is not None
     some = trueup.calibrate(
         net, data.sample(60, seed=3), levels=[0.2, 0.4, 0.6], family="shift", trust=True, progress=False
     )
-    assert trueup.likelihood(net, x0, some, progress=False).agreement() is None
+    assert trueup.likelihood(net, x0, some, trust=True, progress=False).agreement() is None
 
 
 def test_learned_variances_are_read_and_asked_for(images):
@@ -413,7 +415,7 @@ def test_a_sure_loss_is_called_one():
     """Item 7: it read as no sure gain."""
     data, net, calibration, gain = biased(ContinuousVP())
     thrice = replace(calibration, correction=replace(calibration.correction, b=3 * calibration.correction.b))
-    found = trueup.likelihood(net, Images(data.sample(60, seed=1)), thrice, progress=False)
+    found = trueup.likelihood(net, Images(data.sample(60, seed=1)), thrice, trust=True, progress=False)
     assert found.difference().sign > 0  # more nats
     assert found.difference("diffusion").value * 16 * math.log(2) == pytest.approx(3 * gain, rel=0.1)
     total = next(line for line in found.table().splitlines() if line.strip().startswith("total"))
@@ -431,7 +433,7 @@ def test_the_correction_is_measured_as_it_is_attached(monkeypatch):
     monkeypatch.setattr(
         CorrectOutput, "correct", lambda self, out, x_t, t, y=None: 2 * out - correct(self, out, x_t, t, y)
     )
-    found = trueup.likelihood(net, Images(data.sample(60, seed=1)), calibration, progress=False)
+    found = trueup.likelihood(net, Images(data.sample(60, seed=1)), calibration, trust=True, progress=False)
     assert found.difference().sign > 0
     assert found.evaluations == [8.0, 8.0]
     assert not net.corrected
@@ -441,7 +443,7 @@ def test_images_without_others_say_so(tmp_path):
     data, net, _, _ = biased(ContinuousVP())
     x0 = data.sample(60)
     calibration = trueup.calibrate(net, Images(x0), family="shift", trust=True, progress=False)
-    found = trueup.likelihood(net, x0, calibration, progress=False)
+    found = trueup.likelihood(net, x0, calibration, trust=True, progress=False)
     assert len(found.index) == 60
     assert "made from these very images" in found.notes[0]
 

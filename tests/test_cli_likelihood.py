@@ -304,14 +304,14 @@ def test_a_misused_model_is_not_measured(tmp_path):
     assert done.returncode == 2
     assert "--trust" in done.stderr
     for measure in (trueup.likelihood, objectives):
-        with pytest.raises(trueup.ModelError, match="trust=True"):
+        with pytest.raises(trueup.TrueupError, match="trust=True"):
             measure("bundled:ema", images, progress=False)
     run = {"draws": 1, "run": tmp_path / "run", "progress": False}
-    with pytest.raises(trueup.ModelError, match="trust=True"):
-        trueup.likelihood("bundled:ema", Images(images, count=16), **run)
+    with pytest.raises(trueup.TrueupError, match="trust=True"):
+        trueup.likelihood("bundled:ema", Images(images, count=32), **run)
     assert not (tmp_path / "run").exists()
-    trueup.likelihood("bundled:ema", Images(images, count=16), trust=True, **run)
-    assert len(trueup.likelihood("bundled:ema", Images(images, count=17), **run).index) == 17  # gone on with
+    trueup.likelihood("bundled:ema", Images(images, count=32), trust=True, **run)
+    assert len(trueup.likelihood("bundled:ema", Images(images, count=33), **run).index) == 33  # gone on with
 
 
 def test_a_calibration_of_other_weights_is_refused(images, calibration, tmp_path):

@@ -260,7 +260,8 @@ def test_each_side_is_the_network_really_run():
     x0 = torch.randn(100, *SHAPE, generator=torch.Generator().manual_seed(0))
     calibration = trueup.calibrate(denoiser, Images(x0), levels=[0.3, 0.6], trust=True, progress=False)
     net.calls.clear()
-    found = objectives(denoiser, Images(x0 + 1e-3), calibration, levels=[0.3, 0.6], progress=False)
+    how = {"levels": [0.3, 0.6], "trust": True, "progress": False}
+    found = objectives(denoiser, Images(x0 + 1e-3), calibration, **how)
     assert len(net.calls) == 2 * 2 * 2  # sides, levels, batches
     assert found.evaluations == sum(net.calls) == 400
     assert found.total("uniform", "drop").low > 0
