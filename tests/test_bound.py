@@ -22,6 +22,8 @@ from trueup.density.terms import discrete_decoder, prior, step
 from trueup.hf import as_denoiser
 from trueup.images import Samples
 from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow
+from trueup.sampling.store import Kept
+from trueup.statistics import group_means
 
 from tiny import tiny_unet
 
@@ -140,7 +142,9 @@ def test_intervals_of_the_bound_and_of_its_gain_cover_the_closed_forms():
     size = math.prod(SHAPE)
     for repeat in range(120):
         part = x0[40 * repeat : 40 * (repeat + 1)]
-        found = trueup.likelihood(net, Images(part), calibration, draws=4, seed=repeat, progress=False)
+        found = trueup.likelihood(
+            net, Images(part), calibration, draws=4, seed=repeat, trust=True, progress=False
+        )
         # what a bias adds to the exact denoiser's bound is what removing it gains, on average over the data
         expected = closed_form_bound(process, x0) + gain
         bound = found.mean().scaled(size * math.log(2))
@@ -175,7 +179,7 @@ def test_the_gain_of_the_bound_is_the_paper_s_integral_whatever_is_predicted(par
     net = net.with_batch_size(500)
     x0 = data.sample(2000)
     calibration = trueup.calibrate(net, Images(x0[:1000]), family="shift", trust=True, progress=False)
-    found = trueup.likelihood(net, Images(x0), calibration, progress=False)
+    found = trueup.likelihood(net, Images(x0), calibration, trust=True, progress=False)
     assert found.index == list(range(1000, 2000))  # the calibration's own images are passed over
     assert found.notes[0] == "1000 images made the calibration and are passed over"
     lam = calibration.correction.lam
@@ -307,11 +311,11 @@ def test_a_run_notices_other_labels(tmp_path):
 def test_a_calibration_of_some_levels_promises_nothing_about_all():
     data, net, calibration, _ = biased(ContinuousVP())
     x0 = data.sample(60)
-    assert trueup.likelihood(net, x0, calibration, progress=False).agreement() is not None
+    assert trueup.likelihood(net, x0, calibration, trust=True, progress=False).agreement() is not None
     some = trueup.calibrate(
         net, data.sample(60, seed=3), levels=[0.2, 0.4, 0.6], family="shift", trust=True, progress=False
     )
-    assert trueup.likelihood(net, x0, some, progress=False).agreement() is None
+    assert trueup.likelihood(net, x0, some, trust=True, progress=False).agreement() is None
 
 
 def test_learned_variances_are_read_and_asked_for(images):
@@ -411,7 +415,7 @@ def test_a_sure_loss_is_called_one():
     """Item 7: it read as no sure gain."""
     data, net, calibration, gain = biased(ContinuousVP())
     thrice = replace(calibration, correction=replace(calibration.correction, b=3 * calibration.correction.b))
-    found = trueup.likelihood(net, Images(data.sample(60, seed=1)), thrice, progress=False)
+    found = trueup.likelihood(net, Images(data.sample(60, seed=1)), thrice, trust=True, progress=False)
     assert found.difference().sign > 0  # more nats
     assert found.difference("diffusion").value * 16 * math.log(2) == pytest.approx(3 * gain, rel=0.1)
     total = next(line for line in found.table().splitlines() if line.strip().startswith("total"))
@@ -429,7 +433,7 @@ def test_the_correction_is_measured_as_it_is_attached(monkeypatch):
     monkeypatch.setattr(
         CorrectOutput, "correct", lambda self, out, x_t, t, y=None: 2 * out - correct(self, out, x_t, t, y)
     )
-    found = trueup.likelihood(net, Images(data.sample(60, seed=1)), calibration, progress=False)
+    found = trueup.likelihood(net, Images(data.sample(60, seed=1)), calibration, trust=True, progress=False)
     assert found.difference().sign > 0
     assert found.evaluations == [8.0, 8.0]
     assert not net.corrected
@@ -439,6 +443,46 @@ def test_images_without_others_say_so(tmp_path):
     data, net, _, _ = biased(ContinuousVP())
     x0 = data.sample(60)
     calibration = trueup.calibrate(net, Images(x0), family="shift", trust=True, progress=False)
-    found = trueup.likelihood(net, x0, calibration, progress=False)
+    found = trueup.likelihood(net, x0, calibration, trust=True, progress=False)
     assert len(found.index) == 60
     assert "made from these very images" in found.notes[0]
+
+
+def test_images_count_once_and_groups_as_one_each():
+    data, net = gaussian(ContinuousVP())
+    x0 = data.sample(30)
+    twice = torch.cat([x0, x0[:10]])
+    how = {"draws": 2, "progress": False}
+    once = trueup.likelihood(net, Images(x0), **how)
+    found = trueup.likelihood(net, Images(twice), **how)
+    assert torch.equal(found.before, once.before)
+    assert found.notes[0] == "10 images are there more than once, and count once"
+    keys = [min(i, 20) for i in range(30)]  # 20 alone, and ten that belong together
+    grouped = trueup.likelihood(net, Images(x0, groups=keys), **how)
+    assert torch.equal(grouped.before, once.before)
+    values = once.bits_per_dim(once.before)
+    means = torch.cat([values[:20], values[20:].mean()[None]])
+    assert grouped.mean().value == pytest.approx(float(means.mean()))
+    assert grouped.mean().error == pytest.approx(float(means.std()) / math.sqrt(21))
+    losses, alone = (
+        objectives(net, Images(x0, groups=groups), levels=[0.5], progress=False) for groups in (keys, None)
+    )
+    assert losses.total("uniform").error != alone.total("uniform").error
+    assert losses.losses("before").shape == (21, 1)
+    assert torch.allclose(
+        losses.losses("before").mean(), group_means(alone.before, torch.tensor(keys)).mean()
+    )
+
+
+def test_what_a_run_kept_is_read_once(tmp_path, monkeypatch):
+    data, net = gaussian(ContinuousVP())
+    x0, net = data.sample(40), net.with_batch_size(4)
+    groups = [i // 2 for i in range(40)]
+    how = {"draws": 1, "run": tmp_path / "run", "progress": False}
+    first = trueup.likelihood(net, Images(x0), **how)
+    reads, tensors = [], Kept.tensors
+    monkeypatch.setattr(Kept, "tensors", lambda self, count: reads.append(count) or tensors(self, count))
+    again = trueup.likelihood(net, Images(x0, groups=groups), **how)  # groups may come later
+    assert torch.equal(again.before, first.before)
+    assert again.mean().error != first.mean().error
+    assert len(reads) == 2  # to compare with, and at the end

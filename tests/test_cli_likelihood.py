@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 import trueup
+from trueup.density import objectives
 from trueup.images import Images, Samples
 
 from commandline import in_process, refused, trueup_command
@@ -44,7 +45,7 @@ def test_the_bound_in_json_is_what_the_library_says(model, images, calibration, 
     said = json.loads(done.stdout)
     assert said == json.loads(out.read_text())
     data = Images(images, count=200, seed=2)
-    found = trueup.likelihood(str(model), data, calibration, draws=3, seed=2, progress=False)
+    found = trueup.likelihood(str(model), data, calibration, draws=3, seed=2, trust=True, progress=False)
     assert said["total"]["before"]["value"] == pytest.approx(found.mean().value, rel=1e-6)
     assert said["total"]["difference"]["low"] == pytest.approx(found.difference().low, rel=1e-4)
     assert said["of"] == "probability of 8-bit values"
@@ -183,7 +184,7 @@ def test_images_left_out_are_counted_once(model, some, tmp_path):
     data = Images(some, count=4, skip_bad=True)
     calibration = trueup.calibrate(str(model), data, estimator="paired", trust=True, progress=False)
     data = Images(some, skip_bad=True)
-    found = trueup.likelihood(str(model), data, calibration, draws=1, progress=False)
+    found = trueup.likelihood(str(model), data, calibration, draws=1, trust=True, progress=False)
     assert any("1 images left out" in note for note in found.notes)
 
 
@@ -231,7 +232,7 @@ def test_a_calibration_s_own_images_are_known_however_they_are_read(
 
 
 def test_what_runs_short_and_what_was_resized_is_said(model, images, tmp_path):
-    found = trueup.likelihood(str(model), Images(images, count=99), draws=1, progress=False)
+    found = trueup.likelihood(str(model), Images(images, count=99), draws=1, trust=True, progress=False)
     assert any("no more than 40 images" in note for note in found.notes)
     Image.open(sorted(images.iterdir())[0]).resize((16, 16)).save(tmp_path / "large.png")
     found = trueup.likelihood(str(model), Images(tmp_path, resize="exact"), draws=1, progress=False)
@@ -256,12 +257,10 @@ def test_bundled_names_work_in_python():
 
 
 def test_mistakes_are_found_before_anything_is_measured(images, tmp_path, calibration, monkeypatch):
-    import trueup.commands.measuring as measuring
-
     def never(*args, **kwargs):
         raise AssertionError("something was measured")
 
-    monkeypatch.setattr(measuring, "check_use", never)
+    monkeypatch.setattr("trueup.density.opening.check_use", never)
     base = ("likelihood", "bundled:ema", "--data", images, "--quiet")
     refused(trueup_command(*base, "--calibration", tmp_path / "none"), "none")
     refused(trueup_command(*base, "--calibration", calibration), "other weights")
@@ -304,6 +303,15 @@ def test_a_misused_model_is_not_measured(tmp_path):
     done = trueup_command(*base, "--images", 32)
     assert done.returncode == 2
     assert "--trust" in done.stderr
+    for measure in (trueup.likelihood, objectives):
+        with pytest.raises(trueup.TrueupError, match="trust=True"):
+            measure("bundled:ema", images, progress=False)
+    run = {"draws": 1, "run": tmp_path / "run", "progress": False}
+    with pytest.raises(trueup.TrueupError, match="trust=True"):
+        trueup.likelihood("bundled:ema", Images(images, count=32), **run)
+    assert not (tmp_path / "run").exists()
+    trueup.likelihood("bundled:ema", Images(images, count=32), trust=True, **run)
+    assert len(trueup.likelihood("bundled:ema", Images(images, count=33), **run).index) == 33  # gone on with
 
 
 def test_a_calibration_of_other_weights_is_refused(images, calibration, tmp_path):

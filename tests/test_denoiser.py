@@ -410,6 +410,17 @@ def test_a_network_moved_after_wrapping_is_found_where_it_is():
     assert denoiser.predict(X_T.cuda(), T).device.type == "cuda"
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_asking_for_noise_does_not_wait_for_the_device():
+    denoiser, x_t = wrap(Tiny().cuda()), X_T.cuda()
+    denoiser.eps(x_t, T)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        denoiser.eps(x_t, T)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_copies_of_a_module_run_the_copied_network():
     denoiser = wrap(Tiny())
     denoiser.correction = Shift()

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from trueup.estimate.diagnose import Diagnosis
+
 from tiny import tiny_unet
 
 ROOT = Path(__file__).parent.parent
@@ -30,7 +32,8 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     # The networks on these pages were never trained, and would be refused for it.
-    monkeypatch.setattr("trueup.estimate.measuring.check_use", lambda *_: None)
+    for place in ("estimate.measuring", "density.opening"):
+        monkeypatch.setattr(f"trueup.{place}.check_use", lambda *_: Diagnosis(1.0))
     return tmp_path
 
 

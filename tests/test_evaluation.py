@@ -11,13 +11,15 @@ from trueup import Images
 from trueup import process as processes
 from trueup.analytic import GaussianMixture
 from trueup.calibration.hook import CorrectOutput
-from trueup.comparison import Change
-from trueup.density import objectives
-from trueup.errors import DataError, MismatchError, TrueupError
+from trueup.comparison import Change, _loss_line
+from trueup.density import Objectives, objectives
+from trueup.errors import DataError, MismatchError, ModelError, TrueupError
 from trueup.estimate import default_levels
 from trueup.evaluation import build_reference
 from trueup.metrics import MEASURES, ModuleFeatures, Pixels, measure
+from trueup.sampling import generate
 from trueup.statistics import Number
+from trueup.trajectory import check_sampler
 
 VP = processes.DiscreteVP.linear()
 LEVELS = sorted({*default_levels(VP).tolist(), 300.0, 700.0})
@@ -395,3 +397,32 @@ def test_more_is_better_only_where_it_is():
     unknown = Change(Number(1.0), Number(2.0), more_is_better=True)
     assert unknown.better is None
     assert math.isnan(unknown.difference.low)
+
+
+def test_a_model_that_carries_a_calibration_is_not_taken_for_the_bare_one(
+    biased, calibration, images, tmp_path
+):
+    how = {"nfe": 4, "progress": False}
+    with trueup.attach(biased, calibration):
+        for work in (
+            lambda: trueup.evaluate(
+                biased, calibration, images, samples=8, features="pixels", run=tmp_path / "run", **how
+            ),
+            lambda: generate(biased, 8, folder=tmp_path / "run", **how),
+            lambda: check_sampler(biased, images, **how),
+        ):
+            with pytest.raises(ModelError, match="a calibration is attached"):
+                work()
+    assert not (tmp_path / "run").exists()
+
+
+def test_levels_are_called_worse_only_where_all_of_them_together_would_hardly_be():
+    """At 95% each, one of 25 levels that did not change is called worse in half of all comparisons."""
+    t, called = torch.linspace(0, 999, 25).double(), 0
+    for repeat in range(200):
+        noise = torch.randn(2, 60, 25, generator=torch.Generator().manual_seed(repeat)).double()
+        loss = Objectives(VP, t, 48, before=10 + noise[0], after=10 + noise[1], predicted=0 * noise[0])
+        called += "WORSE at" in _loss_line(loss)
+    assert called <= 12  # 2.5% of 200 are 5
+    worse = Objectives(VP, t, 48, before=noise[0], after=noise[1] + 2 * (t == t[3]), predicted=0 * noise[0])
+    assert _loss_line(worse).endswith(f"WORSE at t = {float(t[3]):g}")

@@ -10,11 +10,14 @@ from diffusers.training_utils import compute_snr
 import trueup
 from trueup import Images
 from trueup.analytic import GaussianMixture
+from trueup.calibration.correction import Correction
 from trueup.calibration.hook import CorrectOutput
 from trueup.density import objectives
 from trueup.density.score_matching import weights
 from trueup.estimate import default_levels
 from trueup.figure import curves, draw
+from trueup.images import Samples
+from trueup.noise import level_key, normal
 from trueup.process import VE, ContinuousVP, DiscreteVP, Flow
 
 SHAPE = (1, 6, 6)
@@ -257,7 +260,8 @@ def test_each_side_is_the_network_really_run():
     x0 = torch.randn(100, *SHAPE, generator=torch.Generator().manual_seed(0))
     calibration = trueup.calibrate(denoiser, Images(x0), levels=[0.3, 0.6], trust=True, progress=False)
     net.calls.clear()
-    found = objectives(denoiser, Images(x0 + 1e-3), calibration, levels=[0.3, 0.6], progress=False)
+    how = {"levels": [0.3, 0.6], "trust": True, "progress": False}
+    found = objectives(denoiser, Images(x0 + 1e-3), calibration, **how)
     assert len(net.calls) == 2 * 2 * 2  # sides, levels, batches
     assert found.evaluations == sum(net.calls) == 400
     assert found.total("uniform", "drop").low > 0
@@ -268,8 +272,24 @@ def test_each_side_is_the_network_really_run():
 
 
 def objectives_by_hand(denoiser, x0, t):
-    from trueup.noise import level_key, normal
-
     eps = normal(1, torch.arange(len(x0)), level_key(t), SHAPE, torch.device("cpu"))
     eps_hat = denoiser.eps(denoiser.process.noised(x0, eps, t), t)
     return (eps_hat.double() - eps.double()).square().flatten(1).sum(1).detach()
+
+
+def test_a_level_of_the_calibration_is_worked_out_once(shifted, monkeypatch):
+    net, x0, calibration = shifted
+    calls, refined = [], Correction.refined
+    monkeypatch.setattr(Correction, "refined", lambda self: calls.append(1) or refined(self))
+    levels = [0.1, 0.3, 0.5, 0.7]
+    found = objectives(net.with_batch_size(50), Images(x0), calibration, levels=levels, progress=False)
+    assert len(calls) <= 3  # here, and where it is attached
+    batch = next(Samples(Images(x0[800:]), SHAPE, None).batches(400))
+    # As it is written, one lam per row.
+    for i, t in enumerate(levels):
+        eps = normal(1, batch.index + 800, level_key(t), SHAPE, torch.device("cpu"))
+        x_t = net.process.noised(batch.x0, eps, t)
+        before, lam = net.eps(x_t, t).double(), net.process.lam(torch.full((400,), t))
+        c = before - calibration.correction.apply(before, x_t.double() / net.process.sigma(t), lam)
+        expected = (2 * before * c - c.square()).flatten(1).sum(1)
+        assert torch.allclose(found.predicted[:, i], expected, rtol=1e-4, atol=1e-4)

@@ -8,7 +8,7 @@ from typing import Any
 from trueup.density import Objectives
 from trueup.density.opening import SIDES
 from trueup.metrics import MEASURES
-from trueup.statistics import Number, told
+from trueup.statistics import Number, student_quantile, told
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,11 @@ def _loss_line(loss: Objectives) -> str:
     """The denoising loss of the network as it was run, level by level added up."""
     before, after, drop = (loss.losses(which) for which in (*SIDES, "drop"))
     change = told(Number.mean(-drop.sum(1)))
-    worse = [float(t) for t, column in zip(loss.t, drop.T, strict=True) if Number.mean(column).sign < 0]
-    images = f"{len(before)} {'other ' if loss.held_out else ''}images, sum of {len(loss.t)} levels"
+    # Surely at all of so many levels together (Bonferroni).
+    reach = student_quantile(1 - 0.025 / len(loss.t), max(len(drop) - 1, 1))
+    drops = [(float(t), Number.mean(column)) for t, column in zip(loss.t, drop.T, strict=True)]
+    worse = [t for t, mean in drops if mean.value + reach * mean.error < 0]
+    images = f"{len(loss.before)} {'other ' if loss.held_out else ''}images, sum of {len(loss.t)} levels"
     sums = f"{float(before.sum(1).mean()):.5g} -> {float(after.sum(1).mean()):.5g}"
     where = f"WORSE at t = {', '.join(f'{t:g}' for t in worse)}" if worse else "worse at none"
     return f"denoising loss on {images}: {sums}, {change}; {where}"

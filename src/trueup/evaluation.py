@@ -69,6 +69,7 @@ def evaluate(
     replaces what was sampled there with other settings.
     """
     denoiser, calibration = as_denoiser(model), as_calibration(calibration)
+    denoiser.check_bare()
     if not isinstance(samples, int) or samples < FEWEST_SAMPLES:
         raise TrueupError(f"a comparison needs {FEWEST_SAMPLES} samples or more, not {samples!r}")
     Attachment(denoiser, calibration)  # or say now that it does not fit
@@ -226,6 +227,6 @@ def _loss(
         notes.append("the data is a stream, read once: no denoising loss")
         return None
     few = replace(images, count=min(images.count or LOSS_IMAGES, LOSS_IMAGES))
-    found = objectives(denoiser, few, calibration, levels=calibration.t, **how)
+    found = objectives(denoiser, few, calibration, levels=calibration.t, trust=True, **how)
     notes += found.notes
     return found

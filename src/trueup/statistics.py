@@ -120,6 +120,19 @@ def group_index(count: int) -> Tensor:
     return torch.arange(groups).repeat_interleave(torch.tensor(sizes))
 
 
+def group_means(values: Tensor, groups: Tensor | None) -> Tensor:
+    """The mean row of every group, (G, ...), of rows (n, ...) with a group each (n,); None: as they are.
+
+    >>> group_means(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([7, 7, 4])).tolist()
+    [5.0, 2.0]
+    """
+    if groups is None:
+        return values
+    _, index, counts = groups.unique(return_inverse=True, return_counts=True)
+    sums = values.new_zeros(len(counts), *values.shape[1:]).index_add(0, index, values)
+    return sums / counts.reshape(-1, *[1] * (values.ndim - 1))
+
+
 def student_cdf(t: float, dof: int) -> float:
     """P(T <= t) for whole degrees of freedom, by the finite series.
 

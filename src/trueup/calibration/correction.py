@@ -72,11 +72,19 @@ class Correction:
 
         `attach` runs the same thing fused and in the network's own space.
         """
-        here = self.at(lam)
-        wide = [self._grid(self.bands.spread(part)) for part in (here.a, here.d)]
+        return eps_hat - self.at(lam).delta(eps_hat, u).to(eps_hat)
+
+    def delta(self, eps_hat: Tensor, u: Tensor) -> Tensor:
+        """What is taken off, where every row is at a level of its own, or all are at the only one."""
+        a, d = (self._grid(self.bands.spread(part)) for part in (self.a, self.d))
         z, x = (self.bands.dct(v.to(self.b)) for v in (eps_hat, u))
-        delta = self._grid(here.b) + wide[0] * z + wide[1] * x
-        return eps_hat - self.bands.idct(delta).to(eps_hat)
+        return self.bands.idct(self._grid(self.b) + a * z + d * x)
+
+    def each(self, device: torch.device) -> list[Correction]:
+        """Its levels one by one, on a device."""
+        parts = (self.lam, *(part.to(device) for part in (self.b, self.a, self.d)))
+        levels = zip(*(part.split(1) for part in parts), strict=True)
+        return [Correction(lam, b, a, d, self.bands) for lam, b, a, d in levels]
 
 
 def refinement(levels: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,21 +10,17 @@ from trueup.commands import shared
 from trueup.density import likelihood as measure_likelihood
 from trueup.density import objectives as measure_objectives
 from trueup.density.run import IMAGES
-from trueup.estimate.diagnose import check_use
-from trueup.images import open_images
 
 
 def likelihood(options: argparse.Namespace) -> int:
     """`trueup likelihood`."""
     method = options.method
-    options.run = run = None if method == "dsm" else shared.run_directory(options)
+    options.run = None if method == "dsm" else shared.run_directory(options)
     denoiser = shared.open_model(options)
     calibration = shared.open_calibration(options, denoiser)
     data = shared.images_of(options, options.images or IMAGES.get(method, 200))
-    if not options.trust and not (run is not None and (run / "samples.json").exists()):
-        shared.diagnosed(options, check_use, denoiser, open_images(data, denoiser, exact=True))
     found: Any
-    common = shared.given(options, "seed", "progress")
+    common = shared.given(options, "seed", "trust", "progress")
     if method == "dsm":
         found = measure_objectives(denoiser, data, calibration, **common)
     else:

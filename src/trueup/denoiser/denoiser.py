@@ -206,7 +206,7 @@ class Denoiser:
         else:
             t = t.to(torch.float64 if torch.float64 in (x_t.dtype, self.dtype) else torch.float32)
         # A copy, since a network may change what it is given.
-        return t.to(x_t.device).reshape(-1).expand(len(x_t)).clone()
+        return t.to(x_t.device, non_blocking=x_t.is_cuda).reshape(-1).expand(len(x_t)).clone()
 
     def _rows(self, x_t: Tensor, times: Tensor, y: Any) -> Tensor:
         args = (times, y) if self.conditional else (times,)
@@ -294,6 +294,11 @@ class Denoiser:
     def corrected(self) -> bool:
         """Whether a calibration is attached."""
         return self.correction is not None or bool(corrections(self.network))
+
+    def check_bare(self) -> None:
+        """Raise if a calibration is attached, where it would be taken for the network's own."""
+        if self.corrected:
+            raise ModelError("a calibration is attached to this model: remove it first")
 
     @contextmanager
     def bare(self) -> Iterator[None]:

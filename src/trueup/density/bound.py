@@ -110,12 +110,13 @@ class Bound:
             t = process.t_of_lam(lam).clamp(process.t_min, process.t_max)
         else:
             t = self.times[1:][cell]
+        weight = weight.to(device)
         total = torch.zeros(len(batch), dtype=torch.float64, device=device)
         for slot in range(self._count):
             eps = normal(self.seed, batch.index, _NOISE_KEY + 1 + slot, self.denoiser.shape, device)
             eps_hat, fraction = self._predict(batch, eps, t[:, slot])
             squared = (eps_hat.double() - eps.double()).square().flatten(1)
-            counts = weight[:, slot].to(device)
+            counts = weight[:, slot]
             if self.times is None:
                 total += counts * squared.sum(1)
             else:

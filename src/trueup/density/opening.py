@@ -12,6 +12,7 @@ import torch
 from trueup.calibration import Attachment, Calibration, as_calibration
 from trueup.denoiser import Denoiser
 from trueup.errors import Argument, DataError, ModelError
+from trueup.estimate.diagnose import check_use
 from trueup.estimate.measuring import NEEDS_LABELS
 from trueup.hf import as_denoiser
 from trueup.images import Batch, Samples, open_images
@@ -31,8 +32,7 @@ class Sides:
         if self.denoiser.device.type == "mps":
             problem = "likelihoods need double precision, which mps lacks"
             raise ModelError(problem, "pass {}", Argument("device", "cpu"))
-        if self.denoiser.corrected:
-            raise ModelError("a calibration is attached to this model: remove it first, and pass it here")
+        self.denoiser.check_bare()
         self.calibration = None if calibration is None else as_calibration(calibration)
         self.names = SIDES[: 1 if calibration is None else 2]
         self.attached: Attachment | nullcontext[None] = nullcontext()
@@ -45,9 +45,14 @@ class Sides:
         """The network as this side has it."""
         return nullcontext() if name == "after" else self.denoiser.bare()
 
-    def open(self, data: Any, count: int, *, exact: bool = False) -> Samples:
-        """Images, less those that the calibration was made from; all of them if nothing else is left."""
+    def open(self, data: Any, count: int, *, trust: bool, exact: bool = False) -> Samples:
+        """Images, less those that the calibration was made from; all of them if nothing else is left.
+
+        A network that seems to be used wrongly on them is refused, unless `trust`.
+        """
         self.samples = samples = open_images(data, self.denoiser, count=count, exact=exact)
+        if not trust:
+            self.notes += check_use(self.denoiser, samples).hints
         if self.calibration is None or self.calibration.generated:
             return samples
         self.without, note = set(self.calibration.data_digests.tolist()), None
@@ -61,10 +66,10 @@ class Sides:
         samples.skipped.clear()
         return samples
 
-    def batches(self, size: int, *, unique: bool = False) -> Iterator[Batch]:
-        """The images, with labels where the network needs them; what was passed over is noted at the end."""
+    def batches(self, size: int) -> Iterator[Batch]:
+        """The images, each once, with labels where the network needs them; notes what was passed over."""
         samples, batch = self.samples, None
-        for batch in samples.batches(size, without=self.without, unique=unique):
+        for batch in samples.batches(size, without=self.without, unique=True):
             if self.denoiser.conditional and batch.y is None:
                 raise DataError(NEEDS_LABELS)
             yield batch
@@ -72,5 +77,7 @@ class Sides:
             raise DataError(f"{samples.name} holds no samples that can be used")
         if samples.held_back:
             self.notes.append(f"{samples.held_back} images made the calibration and are passed over")
+        if samples.duplicates:
+            self.notes.append(f"{samples.duplicates} images are there more than once, and count once")
         if samples.skipped:
             self.notes.append(f"{len(samples.skipped)} images left out: {'; '.join(samples.skipped[:3])}")

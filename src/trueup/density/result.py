@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trueup.statistics import Number, told
+from trueup.statistics import Number, group_means, told
 
 _BOUND = "bound on the negative log-likelihood"
 _FEWEST = 20  # images before anything is called a disagreement
@@ -31,6 +31,7 @@ class Likelihood:
     terms: dict[str, tuple[Tensor, Tensor | None]]
     settings: dict[str, Any]
     evaluations: list[float]  # of the network, per image, before and after
+    group: Tensor | None = None  # (N,) which images belong together: means and intervals are over groups
     start_bias: tuple[Tensor, Tensor | None] | None = None  # see docs/math.md, equation 49
     promised: Number | None = None  # the calibration's own gain of the bound, in nats
     notes: list[str] = field(default_factory=list)
@@ -55,7 +56,11 @@ class Likelihood:
         shown = {"before": before}
         if after is not None:
             shown |= {"after": after, "difference": after - before}
-        return {name: Number.mean(self.bits_per_dim(nats)) for name, nats in shown.items()}
+        return {name: Number.mean(self._units(self.bits_per_dim(nats))) for name, nats in shown.items()}
+
+    def _units(self, values: Tensor) -> Tensor:
+        """What counts as one: an image's value, or the mean of a group."""
+        return group_means(values, self.group)
 
     def mean(self, after: bool = False) -> Number:
         """The mean in bits/dim."""
@@ -71,7 +76,9 @@ class Likelihood:
         """What starting at the least noise leaves out in bits/dim, before and after; see `start_bias`."""
         if self.start_bias is None:
             return None
-        return [float(self.bits_per_dim(nats).mean()) for nats in self.start_bias if nats is not None]
+        return [
+            float(self._units(self.bits_per_dim(nats)).mean()) for nats in self.start_bias if nats is not None
+        ]
 
     def agreement(self) -> str | None:
         """Whether the bound moved by what the calibration said it would (equation 26), in words."""
@@ -82,7 +89,7 @@ class Likelihood:
         said, found = self.promised.scaled(1 / (self.dimensions * math.log(2))), measured.scaled(-1)
         words = f"diffusion term: predicted gain {said.value:.2g} ± {said.reach:.1g}, found {found.value:.2g}"
         words += "" if math.isnan(found.reach) else f" ± {found.reach:.1g}"
-        if len(self.index) < _FEWEST:  # an interval of so few says little
+        if len(self._units(self.before)) < _FEWEST:  # an interval of so few says little
             return f"{words} bits/dim"
         apart = abs(found.value - said.value) > math.hypot(said.reach, found.reach)
         return f"{words} bits/dim: {'they DISAGREE' if apart else 'they agree'}"

@@ -23,7 +23,7 @@ from trueup.errors import Argument, DataError, ModelError, TrueupError
 from trueup.images import Batch, open_images
 from trueup.noise import hashed
 from trueup.progress import Progress
-from trueup.sampling.store import Kept
+from trueup.sampling.store import NOTE, Kept
 from trueup.statistics import Number
 
 IMAGES = {"bound": 200, "ode": 32}  # by method
@@ -45,6 +45,7 @@ def likelihood(
     probes: int = 1,
     start: str = "noise",
     seed: int = 0,
+    trust: bool = False,
     run: str | PathLike[str] | None = None,
     force: bool = False,
     progress: bool | None = None,
@@ -61,8 +62,9 @@ def likelihood(
     a probability, floating point samples and latents those of a density.
 
     data: 200 images (32 by the ODE), unless `Images` says otherwise; those that the calibration was made from
-    are passed over. run: a directory that keeps what was done, to go on after an interruption; force replaces
-    what was done there with other settings.
+    are passed over, those that occur twice count once, and groups of `Images` count as one each. A network
+    that seems to be used wrongly is refused, unless `trust`. run: a directory that keeps what was done, to go
+    on after an interruption; force replaces what was done there with other settings.
     """
     if method not in IMAGES:
         raise TrueupError(f"method is one of {', '.join(IMAGES)}, not {method!r}")
@@ -75,7 +77,8 @@ def likelihood(
     else:
         how = Exact(denoiser, Divergence(trace, probes, seed), tolerance, start, seed)
         options = {"tolerance": tolerance, "trace": trace, "probes": probes, "start": start}
-    samples, notes = sides.open(data, IMAGES[method], exact=True), sides.notes
+    begun = run is not None and not force and (Path(run) / NOTE).exists()  # was looked at before
+    samples, notes = sides.open(data, IMAGES[method], exact=True, trust=trust or begun), sides.notes
     settings = {
         **denoiser.identity(),
         "method": method,
@@ -105,6 +108,7 @@ def likelihood(
         index=[int(i) for i in rows["sample"]],
         terms={name: _pair(rows, name) for name in how.terms},
         settings=settings,
+        group=rows.get("group"),
         evaluations=[float(rows[f"evaluations_{side}"].mean()) for side in sides.names],
         start_bias=_pair(rows, "bias") if (method, start) == ("ode", "data") else None,
         promised=_promise(sides.calibration) if method == "bound" and steps is None else None,
@@ -143,18 +147,21 @@ def _collect(sides: Sides, how: Bound | Exact, kept: Kept | None, progress: bool
     """What every image came out as, {name: (N,)}; what was kept before is not made again."""
     samples, expected = sides.samples, sides.samples.expected()
     parts: list[dict[str, Tensor]] = []
+    groups: list[Tensor] = []
     done = 0 if kept is None else kept.done
     done = done if expected is None else min(done, expected)
+    before = kept.tensors(done)["digest"] if kept is not None and done else None
     seen, at_once = 0, sides.denoiser.batch_size
     fitting: int | None = at_once
     size = at_once if samples.indexed else max(at_once, _LOOKED_AT)  # a stream's first must be at hand
     with Progress(expected, "likelihood", unit="image", done=done, show=progress) as bar:
         for batch in sides.batches(size):
+            groups += [batch.group] if batch.group is not None and samples.images.groups is not None else []
             if seen == 0:
                 how.prepare(_to_look_at(sides, batch), sides.calibration)
             skip = min(max(0, done - seen), len(batch))
-            if kept is not None and skip:
-                _check_same(kept.tensors(seen + skip)["digest"][seen:], batch, samples.name, kept)
+            if kept is not None and before is not None:
+                _check_same(before[seen : seen + skip], batch, samples.name, kept)
             seen += len(batch)
             if skip == len(batch):
                 continue
@@ -169,7 +176,8 @@ def _collect(sides: Sides, how: Bound | Exact, kept: Kept | None, progress: bool
             else:
                 parts.append(rows)
             bar.update(seen - bar.done)
-    return _joined(parts) if kept is None else kept.tensors(seen)
+    rows = _joined(parts) if kept is None else kept.tensors(seen)
+    return rows | ({"group": torch.cat(groups)} if groups else {})
 
 
 def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -199,8 +207,8 @@ def _to_look_at(sides: Sides, batch: Batch) -> Tensor:
     images = sides.samples.images
     if sides.samples.indexed:
         images = images if images.count is None else replace(images, count=_LOOKED_AT)
-        first = open_images(images, sides.denoiser, exact=True).batches(_LOOKED_AT, without=sides.without)
-        batch = next(first, batch)
+        first = open_images(images, sides.denoiser, exact=True)
+        batch = next(first.batches(_LOOKED_AT, without=sides.without, unique=True), batch)
     return batch.x0[:_LOOKED_AT]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trueup.calibration import Calibration
-from trueup.calibration.correction import interpolation_weights
+from trueup.calibration.correction import Correction, interpolation_weights
 from trueup.denoiser import Denoiser
 from trueup.density.opening import SIDES, Sides
 from trueup.errors import ModelError, TrueupError
@@ -21,7 +21,7 @@ from trueup.images import Batch
 from trueup.noise import level_keys, normal
 from trueup.process import NoiseProcess
 from trueup.progress import Progress
-from trueup.statistics import Number, told, trapezoid_weights
+from trueup.statistics import Number, group_means, told, trapezoid_weights
 
 IMAGES = 200
 MIN_SNR = 5.0  # gamma of min-SNR weighting
@@ -80,6 +80,7 @@ class Objectives:
     family: str | None = None
     sm_before: Tensor | None = None
     sm_after: Tensor | None = None
+    group: Tensor | None = None  # (N,) which images belong together: means and intervals are over groups
     held_out: bool = True  # whether no image made the calibration
     evaluations: int = 0  # of the network, one image each
     notes: list[str] = field(default_factory=list)
@@ -94,14 +95,14 @@ class Objectives:
         return Number.mean(self.losses(which) @ weights(weighting, self.process, self.t))
 
     def losses(self, which: str) -> Tensor:
-        """What every image lost at every level, (N, L); `which` as in `total`."""
+        """What every image, or every group of them, lost at every level, (N, L); `which` as in `total`."""
         if which in _DIFFERENCES:
             first, second = _DIFFERENCES[which]
             return self.losses(first) - self.losses(second)
         values = getattr(self, which, None)
         if not isinstance(values, Tensor):
             raise TrueupError(f"there is no {which!r}: it needs a calibration, or for sm a truth")
-        return values
+        return group_means(values, self.group)
 
     def check(self) -> str | None:
         """Whether the drop is what theory says, in words; None without a calibration.
@@ -168,6 +169,7 @@ def objectives(
     truth: Denoiser | None = None,
     levels: Sequence[float] | Tensor | None = None,
     seed: int = 0,
+    trust: bool = False,
     progress: bool | None = None,
 ) -> Objectives:
     """Denoising score matching losses of a model, and with a calibration those of the calibrated one.
@@ -175,26 +177,31 @@ def objectives(
     Each is that of the network itself, run without the calibration and with it attached. data: 200 images,
     unless `Images` says otherwise; those that the calibration was made from are passed over. truth: the ideal
     denoiser, where it is known (see `trueup.analytic`): then also the score matching loss, which is the
-    denoising one less a constant. levels: times; the default covers the whole process.
+    denoising one less a constant. levels: times; the default covers the whole process. A network that seems
+    to be used wrongly is refused, unless `trust`.
     """
     sides = Sides(model, calibration)
     denoiser, process = sides.denoiser, sides.denoiser.process
     t = check_levels(process, levels)
     if truth is not None and not process.agrees_with(truth.process):
         raise ModelError("the truth is a denoiser of another noise process than the model's")
-    expected, each = sides.open(data, IMAGES).expected(), len(t) * len(sides.names)
+    samples, made = sides.open(data, IMAGES, trust=trust), sides.calibration
+    expected, each = samples.expected(), len(t) * len(sides.names)
+    # What the calibration says of each level, not what `after` is corrected with.
+    says = [None] * len(t) if made is None else made.correction.at(process.lam(t)).each(denoiser.device)
     parts: list[dict[str, Tensor]] = []
     bar = Progress(None if expected is None else expected * each, "denoising loss", show=progress)
     with sides.attached, denoiser.evaluating(), torch.inference_mode(), bar:
-        for batch in sides.batches(denoiser.batch_size, unique=True):
+        for batch in sides.batches(denoiser.batch_size):
             on = batch.to(denoiser.device)
-            rows = [_losses(sides, truth, on, time, seed, bar) for time in t]
+            rows = [_losses(sides, truth, on, *level, seed, bar) for level in zip(t, says, strict=True)]
             parts.append({name: torch.stack([row[name] for row in rows], 1).cpu() for name in rows[0]})
+            if batch.group is not None and samples.images.groups is not None:
+                parts[-1]["group"] = batch.group
     found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     if not torch.isfinite(found["before"]).all():
         where = float(t[~torch.isfinite(found["before"]).all(0)][0])
         raise ModelError(f"the network returned values that are not finite at t = {where:g}")
-    made = sides.calibration
     return Objectives(
         process=process,
         t=t,
@@ -208,7 +215,13 @@ def objectives(
 
 
 def _losses(
-    sides: Sides, truth: Denoiser | None, batch: Batch, t: Tensor, seed: int, bar: Progress
+    sides: Sides,
+    truth: Denoiser | None,
+    batch: Batch,
+    t: Tensor,
+    said: Correction | None,
+    seed: int,
+    bar: Progress,
 ) -> dict[str, Tensor]:
     """Squared errors of each row of a batch at one level, {name: (B,)}."""
     denoiser, process = sides.denoiser, sides.denoiser.process
@@ -224,13 +237,11 @@ def _losses(
     if truth is not None:
         ideal = truth.eps(x_t, t, batch.y).double()
         rows |= {f"sm_{name}": _squared(eps_hat - ideal) for name, eps_hat in outputs.items()}
-    if sides.calibration is not None:  # by the definition, not by what `after` was corrected with
-        before, u = outputs["before"], x_t / process.sigma(t).to(x_t)
-        lam = process.lam(t).cpu().expand(len(u))
-        # Equation 12 on the CPU, as it is written.
-        after = sides.calibration.correction.apply(before.cpu(), u.double().cpu(), lam).to(before)
-        c, constant = before - after, _constant(sides.calibration)
-        rows["predicted"] = 2 * (before * c).flatten(1).sum(1) - _squared(c) if constant else _squared(c)
+    if said is not None:
+        before, u = outputs["before"], x_t / process.scales(t, x_t)[1]
+        c = said.delta(before, u)  # equation 12, as it is written
+        shift = sides.calibration is not None and _constant(sides.calibration)
+        rows["predicted"] = 2 * (before * c).flatten(1).sum(1) - _squared(c) if shift else _squared(c)
     return rows
 
 

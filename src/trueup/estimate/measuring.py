@@ -84,8 +84,7 @@ def measure(
     seems to be used wrongly is refused, unless `trust`. Images that occur twice count once.
     """
     denoiser = as_denoiser(model)
-    if denoiser.corrected:
-        raise ModelError("a calibration is attached to this model: remove it, or its effect is measured")
+    denoiser.check_bare()
     if not isinstance(mean_images, int) or mean_images < 0:
         raise DataError(f"mean_images is a whole number of at least 0, not {mean_images!r}")
     samples, process = open_images(data, denoiser, count=IMAGES), denoiser.process

@@ -98,7 +98,9 @@ class NoiseProcess(ABC):
     def scales(self, t: Times, like: Tensor) -> tuple[Tensor, Tensor]:
         """alpha and sigma at one time, or at a time per row, ready to multiply rows like `like` with."""
         wide = (-1, *[1] * (like.ndim - 1))  # (B,) -> (B, 1, 1, 1)
-        return self.alpha(t).reshape(wide).to(like), self.sigma(t).reshape(wide).to(like)
+        soon = like.is_cuda  # without waiting for the device; what comes from one must be waited for
+        alpha, sigma = (v.reshape(wide).to(like, non_blocking=soon) for v in (self.alpha(t), self.sigma(t)))
+        return alpha, sigma
 
     def noised(self, x0: Tensor, eps: Tensor, t: Times) -> Tensor:
         """x_t = alpha x0 + sigma eps, equation 1."""

@@ -50,6 +50,7 @@ def generate(
     `sample` draws with the same seed. folder: keeps them, to go on from after an interruption.
     """
     denoiser = as_denoiser(model)
+    denoiser.check_bare()
     chosen, classes = as_solver(solver, denoiser), check_labels(denoiser, labels)
     origin = {"solver": repr(chosen), "nfe": nfe, "seed": seed}
     settings = {**denoiser.identity(), **origin, "set of labels": classes}

@@ -30,7 +30,7 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _OTHERS = (".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".npy", ".pt", ".safetensors", ".zip")
 _LARGEST_GRID = 1024  # images; more are no longer a picture
 _NAME = re.compile(r"(\d{6,12})(?:-(\d{6,12}))?\.(png|safetensors)")  # a picture's, or those of first to last
-_NOTE = "samples.json"
+NOTE = "samples.json"
 _FORCE = Argument("force", True)
 
 
@@ -44,8 +44,8 @@ class Kept:
         if folder.is_symlink():
             raise TrueupError(f"{folder} is a symbolic link: name the folder itself")
         try:
-            there = folder.is_dir() and any(_owner(path) != _NOTE for path in folder.iterdir())
-            if there and ((folder / _NOTE).is_symlink() or not (folder / _NOTE).is_file()):
+            there = folder.is_dir() and any(_owner(path) != NOTE for path in folder.iterdir())
+            if there and ((folder / NOTE).is_symlink() or not (folder / NOTE).is_file()):
                 raise TrueupError(f"{folder} is not empty, and not by trueup: name another folder")
             self._lock = Folder(folder, clean=False)
             made_with = self._read_note() if there else None
@@ -67,7 +67,7 @@ class Kept:
 
     def _read_note(self) -> dict[str, Any] | None:
         """The settings it was made with, None where those were being replaced."""
-        path = self.folder / _NOTE
+        path = self.folder / NOTE
         try:
             note = json.loads(path.read_text(encoding="utf-8"))
             made_with, names = note["settings"], note["files"]
@@ -82,7 +82,7 @@ class Kept:
 
     def _save_note(self, settings: dict[str, Any] | None) -> None:
         note = {"settings": settings, "files": list(self._files)}
-        write(self.folder / _NOTE, json.dumps(note, indent=1).encode())
+        write(self.folder / NOTE, json.dumps(note, indent=1).encode())
 
     def _has(self, name: str) -> bool:
         """Whether a file of ours is there, whole; a link in its place is somebody else's."""
@@ -106,7 +106,7 @@ class Kept:
 
     def _delete_leftovers(self) -> None:
         """What a killed process left half written, of files that are ours."""
-        names = {_NOTE, *self._files}
+        names = {NOTE, *self._files}
         for path in self.folder.iterdir():
             if _owner(path) in names and not path.is_symlink():
                 path.unlink()
@@ -161,7 +161,7 @@ class Kept:
     def remove(self) -> None:
         """Delete what is ours, and the folder if nothing else is in it."""
         self._delete()
-        (self.folder / _NOTE).unlink(missing_ok=True)
+        (self.folder / NOTE).unlink(missing_ok=True)
         self._lock.release()
         if not any(self.folder.iterdir()):
             self.folder.rmdir()

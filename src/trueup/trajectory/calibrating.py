@@ -130,6 +130,7 @@ def check_sampler(
     is_file = isinstance(data, (str, PathLike)) and str(data).endswith(".safetensors")
     calibration = as_calibration(data) if is_file or isinstance(data, Calibration) else None
     denoiser = as_denoiser(model)
+    denoiser.check_bare()
     chosen = as_solver(solver, denoiser)
     settings = {"trajectories": trajectories, "labels": labels, "guidance": guidance, "progress": progress}
     if calibration is None:
