@@ -74,11 +74,7 @@ def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) 
     if moments.skipped:
         say(options, f"{len(moments.skipped)} image{'s' * (len(moments.skipped) > 1)} skipped")
     if moments.duplicates:
-        several = moments.duplicates > 1
-        say(
-            options,
-            f"{moments.duplicates} image{'s' * several} occurred before and count{'s' * (not several)} once",
-        )
+        say(options, f"images that occurred before and count once: {moments.duplicates}")
     return moments
 
 

@@ -52,10 +52,9 @@ def check_levels(process: NoiseProcess, levels: Sequence[float] | Tensor | None)
     """Times that were asked for, rising and as the network knows them; None: the default ones."""
     if levels is None:
         return default_levels(process)
-    if isinstance(levels, (int, float)):
-        raise ModelError(f"levels are times, for instance [0, 500, 999], not the number {levels}")
     try:
-        asked = torch.as_tensor(levels, dtype=torch.float64).flatten()
+        given = levels if isinstance(levels, Tensor) else list(levels)
+        asked = torch.as_tensor(given, dtype=torch.float64).flatten()
     except (TypeError, ValueError, RuntimeError):
         raise ModelError(f"levels are times, for instance [0, 500, 999], not {levels!r}") from None
     if not len(asked):

@@ -123,8 +123,9 @@ def _digests(y: Tensor | None, count: int) -> list[int]:
 
 def _groups(batch: Batch, samples: Samples) -> list[int]:
     """The groups that samples were put in on purpose; 0 where they were not."""
-    grouped = samples.images.groups is not None and batch.group is not None
-    return batch.group.tolist() if grouped else [0] * len(batch)  # type: ignore[union-attr]
+    if batch.group is None or samples.images.groups is None:
+        return [0] * len(batch)
+    return batch.group.tolist()
 
 
 def _settings(moments: Moments) -> dict[str, Any]:

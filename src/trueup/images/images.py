@@ -44,10 +44,10 @@ class Images:
     skip_bad: bool = False
 
     def __post_init__(self) -> None:
-        if self.count is not None and (not _whole(self.count) or self.count < 1):
-            raise DataError(f"count is a whole number of at least 1, not {self.count!r}")
-        if not _whole(self.offset) or self.offset < 0:
-            raise DataError(f"offset is a whole number of at least 0, not {self.offset!r}")
+        counted = [] if self.count is None else [("count", self.count, 1)]
+        for name, value, least in (*counted, ("offset", self.offset, 0)):
+            if not isinstance(value, (int, np.integer)) or value is True or value is False or value < least:
+                raise DataError(f"{name} is a whole number of at least {least}, not {value!r}")
         if self.resize not in (None, "shorter", "exact"):
             raise DataError(f"resize is None, 'shorter' or 'exact', not {self.resize!r}")
         if self.crop not in (None, "center"):
@@ -61,10 +61,6 @@ class Images:
         """How an image becomes a sample, as plain values."""
         data_range = None if self.data_range is None else list(self.data_range)
         return {"resize": self.resize, "crop": self.crop, "flip": self.flip, "data_range": data_range}
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def as_images(data: Any, count: int | None = None) -> Images:
