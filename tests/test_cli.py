@@ -496,3 +496,11 @@ def test_nobody_looking_gets_lines_and_quiet_gets_none(calibrate, model, images,
     done = trueup_command(*base, "--quiet", "--force", "--run", tmp_path / "again")
     assert done.stderr == ""
     json.loads(done.stdout)
+
+
+def test_the_command_says_how_many_images_occurred_before(model, some, tmp_path):
+    for i, path in enumerate(sorted(some.iterdir())[:2]):
+        shutil.copy(path, some / f"again{i}.png")
+    for command in (("calibrate", "--trust", "-o", tmp_path / "x"), ("check",)):
+        done = trueup_command(command[0], model, "--data", some, *command[1:], "--images", 14)
+        assert "images that occurred before and count once: 2" in done.stderr

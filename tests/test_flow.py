@@ -12,8 +12,9 @@ from torch.distributions import Normal
 import trueup
 from trueup import Images
 from trueup.analytic import GaussianMixture, KernelDensity
+from trueup.bands import full_precision
 from trueup.density import ode
-from trueup.density.flow import Divergence, full_precision, with_divergence
+from trueup.density.flow import Divergence, with_divergence
 from trueup.density.terms import discrete_decoder
 from trueup.hf import as_denoiser
 from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow

@@ -152,7 +152,7 @@ def test_levels_and_truths_that_make_no_sense_are_refused(data, shifted):
         for levels in ([0.1, 0.3, 0.6], [0.6, 0.1, 0.3])
     )
     assert torch.equal(ordered.before, mixed.before)
-    for levels, words in ((0.5, "not the number"), ([2.0], "between"), ([], "at least one")):
+    for levels, words in ((0.5, "levels are times"), ([2.0], "between"), ([], "at least one")):
         with pytest.raises(trueup.TrueupError, match=words):
             objectives(net, x0[:4], levels=levels, progress=False)
     with pytest.raises(trueup.TrueupError, match="another noise process"):

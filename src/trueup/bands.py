@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from trueup.errors import TrueupError
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Without the coarse products that GPUs, and some processors, use by default or on request."""
+    backends: Any = torch.backends
+    if hasattr(backends.cuda.matmul, "fp32_precision"):  # torch 2.9 and later
+        name, exact = "fp32_precision", "ieee"
+        places = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul]
+    else:
+        places, name, exact = [backends.cuda.matmul, backends.cudnn], "allow_tf32", cast(Any, False)
+    before = [getattr(place, name) for place in places]
+    try:
+        for place in places:
+            setattr(place, name, exact)
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            setattr(place, name, value)
 
 
 @lru_cache(maxsize=64)
@@ -64,7 +85,10 @@ class Bands:
         radius = squared.sqrt()
         if edges is None:
             edges = default_edges(float(radius.max()))
-        self.edges = tuple(float(edge) for edge in edges)
+        try:
+            self.edges = tuple(float(edge) for edge in edges)
+        except (TypeError, ValueError):
+            raise TrueupError(f"band edges are rising numbers, not {edges!r}") from None
         if any(b <= a for a, b in zip(self.edges, self.edges[1:], strict=False)):
             raise TrueupError("band edges must rise")
         index = torch.bucketize(radius, torch.tensor(self.edges, dtype=torch.float64), right=True)

@@ -233,7 +233,11 @@ class Folder:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    __del__ = release
+    def __del__(self) -> None:
+        try:
+            self.release()
+        except Exception:  # half made, or the interpreter is half gone: the lock goes with the process
+            pass
 
 
 def _lock(folder: Path) -> int | None:

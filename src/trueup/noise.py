@@ -7,9 +7,12 @@ A counter-based generator: entry j of the noise of one sample at one level is a 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from trueup.errors import TrueupError
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -19,6 +22,13 @@ _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # the finalizer constants of sp
 def _signed(value: int) -> int:
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
+
+
+def checked_seed(seed: Any) -> int:
+    """A seed that files can hold, or an error that says what seeds are."""
+    if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= int(seed) < 2**53:
+        raise TrueupError(f"a seed is a whole number, at least 0 and below 2**53, not {seed!r}")
+    return int(seed)
 
 
 def mix(value: int) -> int:

@@ -73,6 +73,8 @@ def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) 
         say(options, f"skipped: {reason}")
     if moments.skipped:
         say(options, f"{len(moments.skipped)} image{'s' * (len(moments.skipped) > 1)} skipped")
+    if moments.duplicates:
+        say(options, f"images that occurred before and count once: {moments.duplicates}")
     return moments
 
 

@@ -69,17 +69,20 @@ class Denoiser:
             edm = getattr(process, "sigma_data", None) if prediction.startswith("edm") else None
             prediction = Parametrization(prediction, edm)
         self.network, self.process, self.parametrization = network, process, prediction
-        self.shape = tuple(int(n) for n in shape) if isinstance(shape, Iterable) else (int(shape),)
-        if len(self.shape) < 2 or min(self.shape) < 1:
-            raise ModelError(f"shape is one sample's, (channels, *spatial), got {self.shape}")
-        if data_range is not None and not data_range[0] < data_range[1]:
+        sizes = _numbers(shape)
+        if len(sizes) < 2 or not all(n >= 1 and n == n // 1 for n in sizes):
+            raise ModelError(f"shape is one sample's, (channels, *spatial), got {shape!r}")
+        self.shape = tuple(int(n) for n in sizes)
+        ends = None if data_range is None else _numbers(data_range)
+        if ends is not None and (len(ends) != 2 or not -math.inf < ends[0] < ends[1] < math.inf):
             raise ModelError(f"data_range is (low, high) with low < high, or None, not {data_range!r}")
-        self.data_range, self.conditional, self.null_label = data_range, conditional, null_label
+        self.data_range: tuple[float, float] | None = None if ends is None else (ends[0], ends[1])
+        self.conditional, self.null_label = conditional, null_label
         if autoencoder is not None and not hasattr(autoencoder, "picture_shape"):
             raise ModelError("wrap the autoencoder, so that its scaling is known: trueup.hf.Autoencoder(vae)")
         self.autoencoder = autoencoder
         self.scheduler_config = None if scheduler_config is None else dict(scheduler_config)
-        self.correction: Any = None  # where the network itself cannot carry one
+        self._holder: list[Any] = [None]  # shared by copies with another batch size
         self.description = description or type(unwrapped(network)).__name__
         self._call = call or network
         self._device, self._dtype, self._batch_size = device, dtype, _checked(batch_size)
@@ -148,7 +151,7 @@ class Denoiser:
                 "then runs the original: copy the network and make another Denoiser around it"
             )
         other = copy.copy(self)
-        for name in ("network", "_call", "correction"):
+        for name in ("network", "_call", "_holder"):
             setattr(other, name, copy.deepcopy(getattr(self, name), memo))
         return other
 
@@ -259,7 +262,7 @@ class Denoiser:
             return False
         try:
             between = at(middle + 0.5)
-        except (RuntimeError, TypeError, IndexError, ModelError) as error:  # a table asked for row 499.5
+        except Exception as error:  # a table asked for row 499.5, an assertion
             if out_of_memory(error):
                 raise
             return True
@@ -289,6 +292,15 @@ class Denoiser:
         told = torch.stack([self._times(t, x_t, labels) for t in times.reshape(3, 2)])
         with self.evaluating(), self.bare():
             return find_binding(self.network, self._call, x_t, told, labels)  # type: ignore[arg-type]
+
+    @property
+    def correction(self) -> Any:
+        """A correction that the network itself cannot carry."""
+        return self._holder[0]
+
+    @correction.setter
+    def correction(self, hook: Any) -> None:
+        self._holder[0] = hook
 
     @property
     def corrected(self) -> bool:
@@ -323,6 +335,14 @@ def _off(objects: Iterable[Any], name: str) -> Iterator[None]:
     finally:
         for one, was in before:
             setattr(one, name, was)
+
+
+def _numbers(values: Any) -> list[float]:
+    """As numbers; none, if they are something else."""
+    try:
+        return [float(value) for value in values]
+    except (TypeError, ValueError):
+        return []
 
 
 def _checked(batch_size: int | None) -> int | None:

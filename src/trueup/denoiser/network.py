@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import re
+import types
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +18,7 @@ from trueup.errors import ModelError
 
 _SAMPLED = 4096  # weights hashed per tensor: enough to tell checkpoints apart, quick for billions
 _WRAPPERS = re.compile(r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")  # of parts of it
+_DEEPEST = 5  # calls within calls that are looked at for networks
 _COARSER = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -39,10 +44,38 @@ def prediction(raw: Any) -> Tensor:
 
 
 def corrections(network: Any) -> list[Any]:
-    """The corrections on a network, whatever wraps it, or on a part of it (see `trueup.attach`)."""
-    modules = network.modules() if isinstance(network, nn.Module) else ()
-    hooks = (hook for module in modules for hook in module._forward_hooks.values())
-    return [hook for hook in hooks if getattr(hook, "corrects_output", False)]
+    """The corrections on a network, whatever wraps or calls it, or on a part of it (see `trueup.attach`)."""
+    found = held(network)
+    modules = {module: None for one in found if isinstance(one, nn.Module) for module in one.modules()}
+    hooks = [hook for module in modules for hook in module._forward_hooks.values()]
+    return [hook for hook in (*hooks, *found) if getattr(hook, "corrects_output", False) is True]
+
+
+def held(network: Any) -> list[Any]:
+    """A network and what it calls, where that shows: in closures, globals, partials and objects."""
+    found: dict[int, Any] = {}
+    layer = [network]
+    for _ in range(_DEEPEST):
+        layer = [one for one in layer if id(one) not in found]
+        found.update((id(one), one) for one in layer)
+        layer = [part for one in layer for part in _parts(one)]
+    return list(found.values())
+
+
+def _parts(one: Any) -> Iterable[Any]:
+    if isinstance(one, (nn.Module, type)):
+        return ()
+    if isinstance(one, types.FunctionType):
+        names = {step.argval for step in dis.get_instructions(one) if step.opname == "LOAD_GLOBAL"}
+        cells = (cell.cell_contents for cell in one.__closure__ or () if cell != types.CellType())
+        return *cells, *(one.__defaults__ or ()), *(one.__globals__.get(name) for name in sorted(names))
+    if isinstance(one, partial):
+        return one.func, *one.args, *one.keywords.values()
+    if isinstance(one, types.MethodType):
+        return one.__func__, one.__self__, *getattr(one.__self__, "__dict__", {}).values()
+    if isinstance(one, (tuple, list)):
+        return one[:8]
+    return vars(one).values() if callable(one) and hasattr(one, "__dict__") else ()
 
 
 def eagerly() -> AbstractContextManager[Any]:
@@ -57,8 +90,9 @@ def fingerprint(network: Any) -> dict[str, str]:
     A calibration made in float32 is then recognised by the same network in half precision. Empty for a
     network without weights, and for one whose weights are spread over devices and cannot be seen whole.
     """
-    network = unwrapped(network)
-    if not isinstance(network, nn.Module) or is_sharded(network):
+    modules = [one for one in held(network) if isinstance(one, nn.Module)]
+    network = unwrapped(modules[0]) if len(modules) == 1 else None  # of several, who knows which
+    if network is None or is_sharded(network):
         return {}
     named = ((_WRAPPERS.sub("", name), p.detach()) for name, p in network.named_parameters())
     parameters = sorted((pair for pair in named if pair[1].device.type != "meta"), key=lambda pair: pair[0])

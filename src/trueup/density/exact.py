@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trueup.bands import full_precision
 from trueup.calibration import Calibration
 from trueup.denoiser import Denoiser
 from trueup.density.bound import decoder_variances
-from trueup.density.flow import Divergence, as_fed, follow, full_precision
+from trueup.density.flow import Divergence, as_fed, follow
 from trueup.density.ode import Failure
 from trueup.density.terms import discrete_decoder
 from trueup.errors import ModelError, TrueupError

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -148,20 +146,3 @@ def coordinates(process: NoiseProcess, lam: Tensor) -> tuple[Tensor, Tensor, Ten
     alpha, sigma = process.alpha(t), process.sigma(t)
     scale = (alpha.square() + sigma.square()).sqrt()
     return t, scale.to(lam), (sigma / scale).to(lam)
-
-
-@contextmanager
-def full_precision() -> Any:
-    """Without the coarse products that GPUs use by default: an error estimate would be all rounding."""
-    backends: Any = torch.backends
-    places, name, off = [backends.cuda.matmul, backends.cudnn], "allow_tf32", cast(Any, False)
-    if hasattr(backends.cuda.matmul, "fp32_precision"):  # torch 2.9 and later
-        places, name, off = [backends.cuda.matmul, backends.cudnn.conv], "fp32_precision", "ieee"
-    before = [getattr(place, name) for place in places]
-    try:
-        for place in places:
-            setattr(place, name, off)
-        yield
-    finally:
-        for place, value in zip(places, before, strict=True):
-            setattr(place, name, value)

@@ -65,11 +65,8 @@ def check_use(denoiser: Denoiser, samples: Samples) -> Diagnosis:
 
 
 def look(denoiser: Denoiser, samples: Samples) -> Diagnosis:
-    """A diagnosis from the first of the images; of a generator, which can be read only once, none."""
-    if not samples.indexed and samples._once is not None:
-        return Diagnosis(float("nan"), hints=["images that can be read only once: not looked for mistakes"])
-    batch = next(samples.batches(IMAGES, limit=IMAGES), None)
-    samples.skipped.clear()  # they will be read again
+    """A diagnosis from the first of the images."""
+    batch = samples.first(IMAGES)
     if batch is None:
         return Diagnosis(float("nan"))
     return diagnose(denoiser, batch, flip=samples.images.flip)

@@ -20,7 +20,7 @@ from trueup.estimate.moments import Moments
 from trueup.estimate.run import Run
 from trueup.hf import as_denoiser
 from trueup.images import Batch, Samples, open_images
-from trueup.noise import level_key, level_keys, normal, normals
+from trueup.noise import checked_seed, level_key, level_keys, normal, normals
 from trueup.process import NoiseProcess
 from trueup.progress import Progress
 
@@ -52,9 +52,11 @@ def check_levels(process: NoiseProcess, levels: Sequence[float] | Tensor | None)
     """Times that were asked for, rising and as the network knows them; None: the default ones."""
     if levels is None:
         return default_levels(process)
-    if isinstance(levels, (int, float)):
-        raise ModelError(f"levels are times, for instance [0, 500, 999], not the number {levels}")
-    asked = torch.as_tensor(levels, dtype=torch.float64).flatten()
+    try:
+        given = levels if isinstance(levels, Tensor) else list(levels)
+        asked = torch.as_tensor(given, dtype=torch.float64).flatten()
+    except (TypeError, ValueError, RuntimeError):
+        raise ModelError(f"levels are times, for instance [0, 500, 999], not {levels!r}") from None
     if not len(asked):
         raise ModelError("needs at least one noise level")
     if not torch.isfinite(asked).all() or (asked < process.t_min).any() or (asked > process.t_max).any():
@@ -93,25 +95,40 @@ def measure(
         "weights": denoiser.fingerprint(),
         "parametrization": denoiser.parametrization.settings(),
         "data_range": list(denoiser.data_range) if denoiser.data_range else None,
-        "seed": int(seed),
+        "seed": checked_seed(seed),
         "transform": samples.images.transform(),
         # Not data but samples, see `trueup.sampling.generate`.
         "generated": getattr(samples.images.source, "origin", None),
+        "grouping": samples.images.groups is not None,
     }
     kinds: dict[str, Any] = {"edges": edges, "classes": classes, "provenance": provenance}
     moments = Moments.empty(process, check_levels(process, levels), denoiser.shape, **kinds)
     with Run(run) if run is not None else nullcontext() as kept:
         if kept is not None:
             moments = kept.resume(moments, samples)
+            if moments.images:
+                labelled = denoiser.conditional and samples.indexed
+                _bind(denoiser, moments, samples.at(int(moments.indices[0])).y if labelled else None)
         if not trust and not moments.images:
             check_use(denoiser, samples)
         moments = _measure(denoiser, samples, moments, kept, progress)
+    moments.duplicates = samples.duplicates + samples.held_back
     if mean_images and samples.images.count is not None:  # else all there are were measured
         samples.images = replace(samples.images, count=moments.images + mean_images)
         for batch in samples.batches(256, **_new(moments)):
             _note(moments, batch, mean_only=True)
     moments.skipped = samples.skipped
     return moments
+
+
+def _bind(denoiser: Denoiser, moments: Moments, y: Any) -> None:
+    """Note how the network is called, the same from the first sample to the last."""
+    if denoiser.conditional and y is None:
+        return  # nobody can tell
+    binding = denoiser.binding(y)
+    found = None if binding is None else binding.settings()
+    if moments.provenance.setdefault("binding", found) != found:
+        raise ModelError("this run was begun with another `call`: repeat it, or use a new run directory")
 
 
 def _new(moments: Moments) -> dict[str, Any]:
@@ -147,11 +164,10 @@ def _measure(
             check_finite(moments)  # of the batch before: its last evaluations ran while this one was read
             if not len(moments.indices):
                 check_responds(denoiser, batch, seed)
-                binding = denoiser.binding(batch.y)
-                moments.provenance["binding"] = None if binding is None else binding.settings()
+            _bind(denoiser, moments, batch.y)
             add_batch(moments, denoiser, batch, seed)
             if run is not None:
-                run.note(batch)
+                run.note(batch, samples)
                 if cost < _CHEAP or time.monotonic() - saved >= _SAVING * cost:
                     check_finite(moments)
                     started = time.monotonic()

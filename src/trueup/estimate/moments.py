@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trueup.bands import Bands
+from trueup.bands import Bands, full_precision
 from trueup.errors import TrueupError
 from trueup.estimate.stored import KIND, LEVELS, SUMS, dimensions, pack, unpack
 from trueup.files import load_as, save_tensors, unpacked
@@ -79,6 +79,7 @@ class Moments:
     mean_only: int = 0  # of these samples, read for the data's own sums alone
     data_digest: int = 0  # sum of all digests, modulo 2^64
     skipped: list[str] = field(default_factory=list)  # samples left out, and why
+    duplicates: int = 0  # samples that occurred before, and count once; not kept in files
     provenance: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -143,6 +144,7 @@ class Moments:
         """How many samples are behind the data's own sums."""
         return len(self.indices) or round(float(self.data_rows.sum()))
 
+    @full_precision()
     def add(
         self,
         level: Tensor,
@@ -175,6 +177,7 @@ class Moments:
         for name, term in zip(_BY_LEVEL, terms, strict=True):
             getattr(self, name).flatten(0, 2).index_add_(0, cell, term)
 
+    @full_precision()
     def add_samples(
         self,
         index: Tensor,
@@ -242,7 +245,8 @@ class Moments:
         if torch.isin(self.digests, other.digests).any():
             raise TrueupError("the same image is in both: count it once")
         other = other.to(self.first.device)
-        added = {name: getattr(self, name) + getattr(other, name) for name in (*SUMS, "mean_only", "skipped")}
+        summed = (*SUMS, "mean_only", "skipped", "duplicates")
+        added = {name: getattr(self, name) + getattr(other, name) for name in summed}
         added |= {name: torch.cat([getattr(self, name), getattr(other, name)]) for name in _NOTES}
         return replace(self, **added, data_digest=(self.data_digest + other.data_digest) & _WRAP)
 

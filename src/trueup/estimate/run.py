@@ -12,6 +12,7 @@ import json
 from os import PathLike
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from trueup.calibration.stored import Bounds, check_tensors, part
 from trueup.errors import ArtifactError, DataError, TrueupError
 from trueup.estimate.moments import Moments
 from trueup.estimate.stored import pack, unpack
-from trueup.files import Folder, line, load_as, save_tensors
+from trueup.files import Folder, line, load_as, save_tensors, unpacked
 from trueup.images import Batch, Samples
 
 KIND = "a run"
@@ -34,6 +35,7 @@ class Run(Folder):
         super().__init__(path)
         self.file = self.path / CHECKPOINT
         self.labels: list[int] = []  # digests of the samples' labels
+        self.groups: list[int] = []  # and of the groups they were put in
 
     def __enter__(self) -> Run:
         return self
@@ -43,7 +45,7 @@ class Run(Folder):
         if not self.file.exists():
             return fresh
         try:
-            moments, self.labels, signed, settings = load_as(self.file, KIND, _unpack)
+            moments, self.labels, self.groups, signed, settings = load_as(self.file, KIND, _unpack)
         except ArtifactError as error:
             why = f"{self.file} cannot be trusted ({line(error, 300)})"
             raise TrueupError(f"{why}: delete {self.path} to start over") from None
@@ -59,15 +61,18 @@ class Run(Folder):
         self._check_data(moments, samples)
         return moments
 
-    def note(self, batch: Batch) -> None:
-        """Note the labels of a batch."""
+    def note(self, batch: Batch, samples: Samples) -> None:
+        """Note the labels and groups of a batch."""
         self.labels += _digests(batch.y, len(batch))
+        self.groups += _groups(batch, samples)
 
     def save(self, moments: Moments, samples: Samples) -> None:
         """Replace the checkpoint."""
         moments.skipped = samples.skipped
         meta, tensors = pack(moments)
-        tensors["labels"] = torch.tensor(self.labels, dtype=torch.int64)
+        unpacked(unpack, meta, tensors, f"cannot write {self.file}")  # or nobody could go on from it
+        for name in ("labels", "groups"):
+            tensors[name] = torch.tensor(getattr(self, name), dtype=torch.int64)
         values = {"settings": _settings(moments), "signed": samples.signed, "moments": meta}
         save_tensors(self.file, KIND, values, tensors)
 
@@ -80,16 +85,16 @@ class Run(Folder):
             index = int(moments.indices[row])
             try:
                 found = samples.at(index)
-                seen = (int(found.digests[0]), *_digests(found.y, 1))
+                seen = (int(found.digests[0]), *_digests(found.y, 1), *_groups(found, samples))
             except (DataError, IndexError):
                 seen = None
-            if seen != (int(moments.digests[row]), self.labels[row]):
+            if seen != (int(moments.digests[row]), self.labels[row], self.groups[row]):
                 raise DataError(
                     f"sample {index} of {samples.name} is not what it was when {self.path} was begun: "
-                    "put the images and labels back, or use a new run directory"
+                    "put the images, labels and groups back, or use a new run directory"
                 )
         try:
-            y = torch.as_tensor(samples.labels)  # all of them, since they cost nothing
+            y = torch.as_tensor(np.asarray(samples.labels))  # all of them, since they cost nothing
         except (TypeError, ValueError, RuntimeError):  # none, or not numbers
             return
         own = moments.indices - samples.images.offset
@@ -99,20 +104,28 @@ class Run(Folder):
 
 def _unpack(
     meta: dict[str, Any], tensors: dict[str, Tensor]
-) -> tuple[Moments, list[int], bool, dict[str, Any]]:
-    """What a checkpoint holds: the moments, digests of labels, and what was said of the data."""
-    labels = {"labels": tensors.pop("labels")}
+) -> tuple[Moments, list[int], list[int], bool, dict[str, Any]]:
+    """What a checkpoint holds: the moments, digests of labels and groups, and what was said of the data."""
+    noted = {name: tensors.pop(name) for name in ("labels", "groups")}
     moments = Moments(**unpack(meta["moments"], tensors))
-    check_tensors(labels, {"labels": Bounds(tuple(moments.indices.shape), dtype=torch.int64)})
-    return moments, labels["labels"].tolist(), part(meta, "signed", bool), part(meta, "settings", dict)
+    check_tensors(noted, dict.fromkeys(noted, Bounds(tuple(moments.indices.shape), dtype=torch.int64)))
+    labels, groups = (tensor.tolist() for tensor in noted.values())
+    return moments, labels, groups, part(meta, "signed", bool), part(meta, "settings", dict)
 
 
 def _digests(y: Tensor | None, count: int) -> list[int]:
     """A digest of every label; 0 where there are none."""
     if y is None:
         return [0] * count
-    rows = (row.contiguous().numpy().tobytes() for row in y.cpu())
+    rows = (row.contiguous().numpy().tobytes() for row in y.cpu().double())  # however few are whole
     return [int.from_bytes(hashlib.blake2b(r, digest_size=8).digest(), "little", signed=True) for r in rows]
+
+
+def _groups(batch: Batch, samples: Samples) -> list[int]:
+    """The groups that samples were put in on purpose; 0 where they were not."""
+    if batch.group is None or samples.images.groups is None:
+        return [0] * len(batch)
+    return batch.group.tolist()
 
 
 def _settings(moments: Moments) -> dict[str, Any]:

@@ -44,10 +44,10 @@ class Images:
     skip_bad: bool = False
 
     def __post_init__(self) -> None:
-        if self.count is not None and (not isinstance(self.count, (int, np.integer)) or self.count < 1):
-            raise DataError(f"count is a whole number of at least 1, not {self.count!r}")
-        if not isinstance(self.offset, (int, np.integer)) or self.offset < 0:
-            raise DataError(f"offset is a whole number of at least 0, not {self.offset!r}")
+        counted = [] if self.count is None else [("count", self.count, 1)]
+        for name, value, least in (*counted, ("offset", self.offset, 0)):
+            if not isinstance(value, (int, np.integer)) or value is True or value is False or value < least:
+                raise DataError(f"{name} is a whole number of at least {least}, not {value!r}")
         if self.resize not in (None, "shorter", "exact"):
             raise DataError(f"resize is None, 'shorter' or 'exact', not {self.resize!r}")
         if self.crop not in (None, "center"):

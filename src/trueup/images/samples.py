@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -104,7 +105,8 @@ class Samples:
             if count is not None and count != len(self.source):
                 raise DataError(f"{self.name} holds {len(self.source)} images, and there are {count} {name}")
         self.signed = False  # whether float samples have shown that they use the model's range
-        self._once = enumerate(self._unbatched()) if isinstance(self.source, Iterator) else None
+        once = isinstance(self.source, Iterator)
+        self._once: Iterator[tuple[int, Any]] | None = enumerate(self._unbatched()) if once else None
         self._gone: set[int] = set()  # indices of a generator's samples that were handed out
 
     def __len__(self) -> int:
@@ -173,6 +175,17 @@ class Samples:
         if rows:
             yield self._batch(rows)
 
+    def first(self, count: int) -> Batch | None:
+        """The first samples, as if they had not been read: a generator will give them again."""
+        rest = self._once
+        head = [] if rest is None else list(itertools.islice(rest, count))
+        self._once, gone = None if rest is None else iter(head), set(self._gone)
+        try:
+            return next(self.batches(count, limit=count), None)
+        finally:
+            self._once, self._gone = None if rest is None else itertools.chain(head, rest), gone
+            self.skipped.clear()
+
     def at(self, index: int) -> Batch:
         """One sample, by its global index, of data that is not a stream."""
         own = index - self.images.offset
@@ -188,7 +201,7 @@ class Samples:
                 f"{self.name} can be read only once, and {len(self._gone)} samples of it are gone: "
                 "pass a list or a dataset instead"
             )
-        yield from self._once or enumerate(self._unbatched())
+        yield from enumerate(self._unbatched()) if self._once is None else self._once
 
     @cached_property
     def _drawn(self) -> Tensor | None:
