@@ -292,8 +292,9 @@ class Denoiser:
 
     @property
     def corrected(self) -> bool:
-        """Whether a calibration is attached."""
-        return self.correction is not None or bool(corrections(self.network))
+        """Whether a calibration is attached, and at work."""
+        own = self.correction is not None and self.correction.enabled
+        return own or bool(corrections(self.network))
 
     @contextmanager
     def bare(self) -> Iterator[None]:

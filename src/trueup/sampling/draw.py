@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from os import PathLike
 from typing import Any
 
@@ -112,15 +112,18 @@ def sample_batches(
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         size = denoiser.batch_size
-        with attachment or nullcontext(), Progress(total, description, show=progress) as bar:
+        with ExitStack() as stack:
+            if attachment is not None:
+                stack.callback(attachment.remove)
+            bar = stack.enter_context(Progress(total, description, show=progress))
             network.seed, network.advance = seed, bar.update
             for first in range(start, count, size):
                 network.index = index = torch.arange(first, min(first + size, count))
                 if classes is not None:
                     network.y = classes[index % len(classes)]
-                x = draw(chosen, network, nfe, adjust)
-                with attachment.paused() if attachment is not None else nullcontext():
-                    yield index, x
+                with attachment.at_work() if attachment is not None else nullcontext():
+                    x = draw(chosen, network, nfe, adjust)
+                yield index, x
 
     return batches()
 
