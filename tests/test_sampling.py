@@ -353,6 +353,34 @@ class TestModelIsCorrectedOnlyWhileItDraws:
             next(sample_batches(denoiser, 8, nfe=6, calibration=cal))
 
 
+@pytest.mark.parametrize("seed", [1.5, "1", None, True, np.int64(1)])
+def test_a_seed_is_a_whole_number(seed):
+    denoiser, cal = off_by(0.3)
+    for draws in (
+        lambda: trueup.sample(denoiser, 2, nfe=3, seed=seed),
+        lambda: sample_batches(denoiser, 2, nfe=3, seed=seed),
+        lambda: generate(denoiser, 2, nfe=3, seed=seed),
+        lambda: trueup.calibrate_sampler(denoiser, cal, nfe=3, seed=seed),
+        lambda: trueup.check_sampler(denoiser, cal, nfe=3, seed=seed),
+        lambda: normal(seed, torch.arange(2), 0, (1,), CPU),
+    ):
+        with pytest.raises(TrueupError, match="seed is a whole number, not"):
+            draws()
+
+
+def test_heun_is_not_offered_where_its_first_step_is_too_large():
+    """Cosine noise begins at sigma 20,000: 20 evaluations of Heun's ended at 15 times the spread."""
+    denoiser = GAUSSIAN.denoiser(processes.DiscreteVP.cosine(), "velocity").with_batch_size(500)
+    for name in ("heun", "HeunDiscreteScheduler"):
+        with pytest.raises(TrueupError, match=f"{name} does not"):
+            as_solver(name, denoiser)
+    for name in ("kdpm2", "euler", "euler-a", "unipc"):
+        x = trueup.sample(denoiser, 500, solver=name, nfe=20)
+        assert torch.allclose(x.std(0), torch.full_like(x[0], STD), rtol=0.25), name
+    with pytest.raises(TrueupError, match="kdpm2-a cannot sample in 20 evaluations: its times are not fin"):
+        trueup.sample(denoiser, 1, solver="kdpm2-a", nfe=20)
+
+
 def test_drawing_in_batches_compiles_the_network_once():
     """The first batch has a hook on; between batches it rests, and nobody forgets the code."""
     torch.compiler.reset()

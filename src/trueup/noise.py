@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from trueup.errors import TrueupError
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # the finalizer constants of splitmix64
@@ -27,6 +29,12 @@ def mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * _MIX[0]) & _MASK
     value = ((value ^ (value >> 27)) * _MIX[1]) & _MASK
     return value ^ (value >> 31)
+
+
+def check_seed(seed: object) -> None:
+    """Raise for what is no seed."""
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TrueupError(f"seed is a whole number, not {seed!r}")
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -64,6 +72,7 @@ def normals(
     seed: int, samples: Tensor, levels: Tensor, shape: tuple[int, ...], device: torch.device
 ) -> Tensor:
     """The noise of several levels, (len(levels), len(samples), *shape), in as few steps as that of one."""
+    check_seed(seed)
     where = torch.device("cpu") if device.type == "mps" else device  # MPS has no 64-bit products
     samples, levels = samples.to(where, torch.int64), levels.to(where, torch.int64)
     count = math.prod(shape)

@@ -116,15 +116,6 @@ class Attachment:
         _take_off(self._target, self._hook)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """On, but without effect: for handing control to somebody else for a while."""
-        was, self._hook.enabled = self._hook.enabled, False
-        try:
-            yield
-        finally:
-            self._hook.enabled = was
-
-    @contextmanager
     def at_work(self) -> Iterator[None]:
         """On for a while; after that it rests until `remove`, or code would be compiled again every time."""
         self.put_on()

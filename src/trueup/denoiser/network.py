@@ -41,7 +41,7 @@ def prediction(raw: Any) -> Tensor:
 def corrections(network: Any) -> list[Any]:
     """The corrections at work on a network, whatever wraps it, or on a part of it (see `trueup.attach`)."""
     modules = network.modules() if isinstance(network, nn.Module) else ()
-    hooks = (hook for module in modules for hook in module._forward_hooks.values())
+    hooks: Any = (hook for module in modules for hook in module._forward_hooks.values())
     return [hook for hook in hooks if getattr(hook, "corrects_output", False) and hook.enabled]
 
 

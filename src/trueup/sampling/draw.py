@@ -17,7 +17,7 @@ from trueup.calibration.trajectory import Adjust, choose, find
 from trueup.denoiser import Denoiser
 from trueup.errors import Argument, ModelError, TrueupError
 from trueup.hf import as_denoiser
-from trueup.noise import normal
+from trueup.noise import check_seed, normal
 from trueup.progress import Progress
 from trueup.sampling.network import Network
 from trueup.sampling.schedulers import SchedulerSolver
@@ -97,6 +97,7 @@ def sample_batches(
     for name, value, least in (("count", count, 1), ("start", start, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise TrueupError(f"{name} is a whole number of at least {least}, not {value!r}")
+    check_seed(seed)
     chosen = as_solver(solver, denoiser)
     network = network_for(denoiser, labels, guidance)
     classes = network.y

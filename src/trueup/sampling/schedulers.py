@@ -78,6 +78,8 @@ class SchedulerSolver(Solver):
             try:
                 with hf.quiet():
                     scheduler.set_timesteps(steps)
+                if not torch.isfinite(torch.as_tensor(scheduler.timesteps)).all():
+                    raise ValueError("its times are not finite")
             except (ValueError, IndexError, RuntimeError, AssertionError) as error:
                 reason, made = f": {line(error)}", 0
             else:

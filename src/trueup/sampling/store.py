@@ -144,17 +144,17 @@ class Kept:
 
     def _read(self, name: str) -> dict[str, Tensor]:
         """What `add` kept in a file."""
-        (first, last), advice = _rows(name), f"delete {self.folder} to start over"
+        (first, last), file = _rows(name), self.folder / name
         try:
-            about, part = load_tensors(self.folder / name, _KIND)
+            about, part = load_tensors(file, _KIND)
             if not about.items() >= self._about(name).items():
-                raise ArtifactError(f"{self.folder / name} is of another run")
+                raise ArtifactError(f"{file} is of another run")
             if any(tensor.shape[:1] != (last - first,) for tensor in part.values()):
-                raise ArtifactError(f"{self.folder / name} does not hold {last - first} samples")
+                raise ArtifactError(f"{file} does not hold {last - first} samples")
             if not all(torch.isfinite(tensor).all() for tensor in part.values()):
-                raise ArtifactError(f"{self.folder / name} holds values that are not finite")
+                raise ArtifactError(f"{file} holds values that are not finite")
         except ArtifactError as error:
-            raise TrueupError(f"{error}: {advice}") from None
+            raise TrueupError(f"{error}: delete {self.folder} to start over") from None
         return part
 
     def tensors(self, count: int) -> dict[str, Tensor]:
@@ -169,7 +169,9 @@ class Kept:
                 break
             part = self._read(name)
             if parts and part.keys() != parts[0].keys():
-                raise TrueupError(f"the files in {self.folder} hold different things: delete it to start over")
+                raise TrueupError(
+                    f"the files in {self.folder} hold different things: delete it to start over"
+                )
             parts.append({name: tensor[covered - first :] for name, tensor in part.items()})
             covered = last
         if covered < count:
