@@ -39,6 +39,7 @@ from trueup.sampling import solver as registry
 from trueup.sampling.schedulers import SchedulerSolver
 from trueup.sampling.store import Kept, Output, grid
 from trueup.solvers import DPM_SOLVERS, NAMES, SCHEDULERS, check_name
+from trueup.trajectory import check_sampler
 
 from tiny import tiny_unet
 
@@ -361,7 +362,7 @@ def test_a_seed_is_a_whole_number(seed):
         lambda: sample_batches(denoiser, 2, nfe=3, seed=seed),
         lambda: generate(denoiser, 2, nfe=3, seed=seed),
         lambda: trueup.calibrate_sampler(denoiser, cal, nfe=3, seed=seed),
-        lambda: trueup.check_sampler(denoiser, cal, nfe=3, seed=seed),
+        lambda: check_sampler(denoiser, cal, nfe=3, seed=seed),
         lambda: normal(seed, torch.arange(2), 0, (1,), CPU),
     ):
         with pytest.raises(TrueupError, match="seed is a whole number, not"):
