@@ -376,7 +376,7 @@ def test_a_call_that_does_more_is_corrected_around_the_call(name):
     assert denoiser.corrected
     assert close(denoiser(x_t, t), by_definition(cal, before, x_t, t), 1e-5)
     assert torch.equal(net(x_t, t), bare)
-    with attachment.paused():
+    with denoiser.bare():
         assert torch.equal(denoiser(x_t, t), before)
     with pytest.raises(AttachError, match="already attached"):
         trueup.attach(denoiser, cal)
@@ -483,13 +483,18 @@ def test_an_attachment_made_by_itself_is_on_within_its_blocks_only(tiny):
         with attachment:
             after = tiny(x_t, 300)
             assert not torch.equal(after, before)
-            with attachment.paused():
-                assert attachment.active
-                assert torch.equal(tiny(x_t, 300), before)
-                with attachment.paused():
-                    pass
-                assert torch.equal(tiny(x_t, 300), before)  # the inner one did not end the outer one
+    for _ in range(2):
+        with attachment.at_work():
             assert torch.equal(tiny(x_t, 300), after)
+            with pytest.raises(AttachError, match="already attached"):
+                trueup.attach(tiny, attachment.calibration)
+        assert attachment.active  # and at rest
+        assert not corrections(tiny)
+        assert torch.equal(tiny(x_t, 300), before)
+        with trueup.attach(tiny, attachment.calibration):
+            assert torch.equal(tiny(x_t, 300), after)
+    attachment.remove()
+    assert not tiny._forward_hooks
 
 
 def test_a_second_attach_is_refused(unet, cal):
@@ -698,7 +703,7 @@ def test_compiled_models_are_corrected_and_restored(tiny, order):
     [("eager", torch.float32), ("eager", torch.float64), ("inductor", torch.float32)],
 )
 def test_a_network_inside_a_larger_compiled_function_is_corrected_and_restored(tiny, backend, dtype):
-    """Compiled before, so that it knows of no hook; attached, paused, taken off: each time it is noticed."""
+    """Compiled before, so that it knows of no hook; attached, at rest, taken off: each time it is noticed."""
     torch.compiler.reset()
     tiny.to(dtype)
     cal, x_t, t = calibration_of(tiny), randn(2, *SHAPE, dtype=dtype), torch.tensor([50, 300])
@@ -717,8 +722,11 @@ def test_a_network_inside_a_larger_compiled_function_is_corrected_and_restored(t
     with attachment:
         assert close(fast(x_t, t), step(x_t, t), 1e-6)
         assert not close(step(x_t, t), before, 1e-3)
-        with attachment.paused():
-            assert torch.equal(fast(x_t, t), before)
+    with attachment.at_work():
+        assert close(fast(x_t, t), step(x_t, t), 1e-6)
+        assert not close(step(x_t, t), before, 1e-3)
+    assert torch.equal(fast(x_t, t), before)  # it rests
+    attachment.remove()
     assert torch.equal(fast(x_t, t), before)
     if backend == "inductor":  # which takes a C compiler's time, and notices no more than eager does
         return

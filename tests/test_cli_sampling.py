@@ -1,6 +1,7 @@
 """`trueup sample`, `evaluate` and `calibrate --generated` through the real command."""
 
 import json
+import sys
 from pathlib import Path
 
 import diffusers
@@ -10,9 +11,12 @@ import torch
 from PIL import Image
 
 import trueup
+from trueup import typed
 from trueup.hf import as_denoiser
+from trueup.metrics import loading
 from trueup.sampling import DPMSolver, pictures, register
 from trueup.sampling.store import Output
+from trueup.solvers import SCHEDULERS
 
 from commandline import in_process, refused, trueup_command
 from tiny import save, tiny_unet
@@ -199,6 +203,45 @@ def test_comparisons_that_cannot_be(
     given = [str(images) if word == "IMAGES" else word for word in arguments]
     features = [] if "--features" in given else ["--features", "pixels"]
     assert words in in_process(capsys, "evaluate", model, "--calibration", calibration, *features, *given)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("sample --solver fooScheduler -o x", "diffusers has no scheduler fooScheduler"),
+        ("sample --solver DDIMSchedulr -o x", "unknown solver"),
+        ("sample --solver DDDIMScheduler -o x", "did you mean DDIMScheduler?"),
+        ("sample --nfe 2 -o x", "dpm-solver-3 needs at least 3 evaluations, not 2"),
+        ("sample --solver dpm-solver-2-fixed --nfe 1 -o x", "at least 2 evaluations"),
+        ("sample --guidance nan -o x", "'nan' is not a number"),
+        ("sample --guidance=-inf -o x", "'-inf' is not a number"),
+        ("sample --guidance strong -o x", "'strong' is not a number"),
+        ("sample --labels 0-99999999999 -o x", "not a list of labels below a million"),
+        ("sample --labels 9999999 -o x", "not a list of labels below a million"),
+        ("evaluate --data IMAGES --calibration CAL --features nonsense", "no features are called 'nonsense'"),
+        ("evaluate --data IMAGES --calibration CAL --features :x", "no features are called ':x'"),
+        ("evaluate --data IMAGES --calibration CAL --weights CAL", "--weights are those of inception"),
+        ("evaluate --data IMAGES --calibration CAL --nfe 20,1", "at least 3 evaluations, not 1"),
+        ("calibrate --data IMAGES --solver ddim --images 10 -o x", "the moments of 10 images"),
+        ("calibrate --generated 10 --solver ddim -o x", "the moments of 10 images"),
+        ("calibrate --generated 10 --generate-nfe 2 -o x", "at least 3 evaluations, not 2"),
+        ("check --data IMAGES --solver ddim --images 10", "the moments of 10 images"),
+    ],
+)
+def test_what_needs_no_torch_is_said_before_it_is_loaded(
+    capsys, monkeypatch, model, images, calibration, tmp_path, command, words
+):
+    monkeypatch.setitem(sys.modules, "trueup.commands", None)
+    monkeypatch.delattr(trueup, "commands", raising=False)
+    monkeypatch.chdir(tmp_path)
+    given = [{"IMAGES": images, "CAL": calibration}.get(word, word) for word in command.split()]
+    assert words in in_process(capsys, given[0], model, *given[1:])
+
+
+def test_names_of_features_are_known_without_loading_them():
+    assert {*typed.FEATURES} == {*loading.NAMES}
+    for name in (*SCHEDULERS, *(kind for kind, _ in SCHEDULERS.values())):
+        assert typed.solver(name) == name
 
 
 def test_labels_are_asked_for_by_their_options(capsys, tmp_path):

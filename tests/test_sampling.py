@@ -2,18 +2,23 @@
 
 import gc
 import json
+import re
 
 import diffusers
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import trueup
 from by_hand import calibration_of
 from trueup import process as processes
 from trueup.analytic import GaussianMixture
+from trueup.calibration.attachment import detach
 from trueup.errors import AttachError, MismatchError, TrueupError
+from trueup.files import load_tensors, save_tensors
 from trueup.hf import as_denoiser
 from trueup.hf.schedulers import make_scheduler
 from trueup.noise import normal
@@ -28,11 +33,13 @@ from trueup.sampling import (
     sample_batches,
     solver_names,
     solvers_for,
+    store,
 )
 from trueup.sampling import solver as registry
 from trueup.sampling.schedulers import SchedulerSolver
 from trueup.sampling.store import Kept, Output, grid
 from trueup.solvers import DPM_SOLVERS, NAMES, SCHEDULERS, check_name
+from trueup.trajectory import check_sampler
 
 from tiny import tiny_unet
 
@@ -317,10 +324,80 @@ class TestModelIsCorrectedOnlyWhileItDraws:
                 sample_batches(denoiser, **{"count": 8, "nfe": 6, "calibration": cal, **changes})
         assert not denoiser.corrected
 
+    def test_two_draw_in_turn_and_others_may_come_between(self, make):
+        denoiser, cal = make(0.3)
+        how = {"nfe": 6, "calibration": cal}
+        wholes = [trueup.sample(denoiser, 8, seed=seed, **how) for seed in (0, 1)]
+        pairs = zip(*(sample_batches(denoiser, 8, seed=seed, **how) for seed in (0, 1)), strict=True)
+        found = []
+        for one, other in pairs:
+            assert not denoiser.corrected
+            found.append((one[1], other[1]))
+        for whole, parts in zip(wholes, zip(*found, strict=True), strict=True):
+            assert torch.equal(torch.cat(parts), whole)
+        batches = sample_batches(denoiser, 8, **how)
+        first = next(batches)[1]
+        trueup.calibrate(denoiser, GAUSSIAN.sample(32), trust=True)  # which a corrected one is refused
+        with trueup.attach(denoiser, cal):
+            assert denoiser.corrected
+        detach(denoiser)
+        assert torch.equal(torch.cat([first, next(batches)[1]]), wholes[0])
+        batches = sample_batches(denoiser, 8, **how)
+        next(batches)
+        with trueup.attach(denoiser, cal), pytest.raises(AttachError, match="already attached"):
+            next(batches)
+        assert not denoiser.corrected
+
     def test_one_calibration_at_a_time(self, make):
         denoiser, cal = make(0.3)
         with trueup.attach(denoiser, cal), pytest.raises(AttachError, match="already attached"):
             next(sample_batches(denoiser, 8, nfe=6, calibration=cal))
+
+
+@pytest.mark.parametrize("seed", [1.5, "1", None, True, np.int64(1)])
+def test_a_seed_is_a_whole_number(seed):
+    denoiser, cal = off_by(0.3)
+    for draws in (
+        lambda: trueup.sample(denoiser, 2, nfe=3, seed=seed),
+        lambda: sample_batches(denoiser, 2, nfe=3, seed=seed),
+        lambda: generate(denoiser, 2, nfe=3, seed=seed),
+        lambda: trueup.calibrate_sampler(denoiser, cal, nfe=3, seed=seed),
+        lambda: check_sampler(denoiser, cal, nfe=3, seed=seed),
+        lambda: normal(seed, torch.arange(2), 0, (1,), CPU),
+    ):
+        with pytest.raises(TrueupError, match="seed is a whole number, not"):
+            draws()
+
+
+def test_heun_is_not_offered_where_its_first_step_is_too_large():
+    """Cosine noise begins at sigma 20,000: 20 evaluations of Heun's ended at 15 times the spread."""
+    denoiser = GAUSSIAN.denoiser(processes.DiscreteVP.cosine(), "velocity").with_batch_size(500)
+    for name in ("heun", "HeunDiscreteScheduler"):
+        with pytest.raises(TrueupError, match=f"{name} does not"):
+            as_solver(name, denoiser)
+    for name in ("kdpm2", "euler", "euler-a", "unipc"):
+        x = trueup.sample(denoiser, 500, solver=name, nfe=20)
+        assert torch.allclose(x.std(0), torch.full_like(x[0], STD), rtol=0.25), name
+    with pytest.raises(TrueupError, match="kdpm2-a cannot sample in 20 evaluations: its times are not fin"):
+        trueup.sample(denoiser, 1, solver="kdpm2-a", nfe=20)
+
+
+def test_drawing_in_batches_compiles_the_network_once():
+    """The first batch has a hook on; between batches it rests, and nobody forgets the code."""
+    torch.compiler.reset()
+    denoiser, cal = module_off_by(0.3)
+    net, compiled = denoiser.network, []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    fast = torch.compile(net, backend=backend)
+    denoiser = trueup.Denoiser(fast, VP, "noise", GAUSSIAN.shape, data_range=None, batch_size=2)
+    counts = [len(compiled) for _ in sample_batches(denoiser, 10, nfe=3, calibration=cal)]
+    assert counts[0] > 0
+    assert counts == counts[:1] * 5
+    torch.compiler.reset()
 
 
 def test_a_suspended_generator_leaves_a_network_in_training():
@@ -729,9 +806,69 @@ def test_links_are_not_followed(tmp_path):
 def test_a_note_cannot_claim_what_is_not_ours(tmp_path, name):
     Kept(tmp_path / "out", {"seed": 0})
     note = tmp_path / "out" / "samples.json"
-    note.write_text(json.dumps({**json.loads(note.read_text()), "files": [name]}))
+    claims = {"settings": {"seed": 0}, "files": [name]}
+    note.write_text(json.dumps({**claims, "checksum": store._checksum(*claims.values())}))
     with pytest.raises(TrueupError, match="cannot be read"):
         Kept(tmp_path / "out", {"seed": 1}, force=True)
+
+
+def test_an_edited_note_is_noticed(tmp_path):
+    Kept(tmp_path / "out", {"seed": 0})
+    note = tmp_path / "out" / "samples.json"
+    note.write_text(note.read_text().replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(TrueupError, match="checksum does not match"):
+        Kept(tmp_path / "out", {"seed": 1})
+
+
+def tripled(part):
+    tensors = load_file(part)
+    with safe_open(part, "pt") as file:
+        save_file({name: 3 * values for name, values in tensors.items()}, part, file.metadata())
+
+
+def lacking(part):
+    tensors = {name: values for name, values in load_file(part).items() if name != "b"}
+    save_file(tensors, part, {})
+
+
+def rewritten(**tensors):
+    """Somebody who writes files as we do, but not these."""
+
+    def write(part):
+        about, held = load_tensors(part, store._KIND)
+        held |= tensors
+        save_tensors(part, store._KIND, about, {name: v for name, v in held.items() if v is not None})
+
+    return write
+
+
+def from_another_run(part):
+    Kept(part.parent.parent / "other", {"seed": 1}).add(torch.arange(4), a=torch.zeros(4), b=torch.ones(4))
+    part.write_bytes((part.parent.parent / "other" / part.name).read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (tripled, "checksum"),
+        (lacking, "not a file of trueup's"),
+        (lambda part: part.write_bytes(part.read_bytes()[:-3]), "cannot be read"),
+        (rewritten(b=None), "different things"),
+        (rewritten(b=torch.zeros(3)), "does not hold 4 samples"),
+        (rewritten(b=torch.tensor(1.0)), "does not hold 4 samples"),
+        (rewritten(b=torch.full((4,), torch.nan)), "not finite"),
+        (from_another_run, "of another run"),
+    ],
+)
+def test_a_changed_part_is_not_gone_on_from(tmp_path, damage, words):
+    kept = Kept(tmp_path / "k", {"seed": 0})
+    kept.add(torch.arange(4), a=torch.arange(4.0), b=torch.ones(4))
+    kept.add(torch.arange(4, 8), a=torch.arange(4.0), b=torch.ones(4))
+    damage(tmp_path / "k" / "000000-000003.safetensors")
+    with pytest.raises(TrueupError, match=words) as refused:
+        kept.tensors(8)
+    assert "\n" not in str(refused.value)
+    assert re.search("delete .* to start over", str(refused.value))
 
 
 @pytest.mark.parametrize("kind", [torch.tensor, np.array, list])

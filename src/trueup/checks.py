@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 from trueup.errors import Argument, DataError, ModelError, TrueupError
 from trueup.files import bundled
+from trueup.solvers import check_count, check_evaluations
 
 # Options of `likelihood` that only one of its methods has.
 BELONGS = dict.fromkeys(("steps", "variance", "draws", "uniform"), "bound")
@@ -17,8 +19,10 @@ BELONGS |= dict.fromkeys(("tolerance", "trace", "probes", "start"), "ode")
 def check(options: argparse.Namespace) -> None:
     """Raise for a command that cannot be carried out, whatever its model and images hold."""
     _CHECKS.get(options.command, lambda _: None)(options)
+    names, counts = (_listed(getattr(options, name, None)) for name in ("solver", "nfe"))
+    for name in names:
+        check_evaluations(name, min(counts, default=20))
     if getattr(options, "grid", None) is not None:
-        names = options.solver if isinstance(options.solver, list) else [options.solver]
         other = next((name for name in names if not name.startswith("dpm-solver")), None)
         if other is not None:
             raise TrueupError(f"--grid belongs to DPM-Solver: {other} has its own")
@@ -37,6 +41,10 @@ def check(options: argparse.Namespace) -> None:
     if hasattr(options, "model") and not bundled(options.model).is_dir():
         advice = "(a name on the Hub must be downloaded first)"
         raise ModelError(f"{options.model} is not a directory that save_pretrained wrote {advice}")
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _check_output(output: Path, force: bool) -> None:
@@ -63,6 +71,8 @@ def _calibrate(options: argparse.Namespace) -> None:
         raise DataError(f"say what to measure on, one of --data, {others}")
     if options.calibration is not None and options.solver is None:
         raise DataError("say which sampler to add to the calibration: --solver NAME --nfe N")
+    if options.generated is not None:
+        check_evaluations("dpm-solver-3", options.generate_nfe)
     _check_about_samplers(options)
 
 
@@ -87,6 +97,8 @@ def _check_about_samplers(options: argparse.Namespace) -> None:
     given += ["guidance"] if options.guidance != 1.0 else []
     if given and options.solver is None:
         raise TrueupError(f"{Argument(given[0]).option()} is about a sampler: say which with --solver")
+    if options.solver is not None and options.calibration is None:
+        check_count(getattr(options, "generated", None) or options.images)
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -94,6 +106,8 @@ def _evaluate(options: argparse.Namespace) -> None:
         raise DataError("say what to compare with: --data, or a --reference saved before")
     if options.save_reference is not None and options.data is None:
         raise TrueupError("--save-reference keeps the statistics of --data: leave out --reference")
+    if options.weights is not None and options.features != "inception":
+        raise TrueupError(f"--weights are those of inception, not of {options.features}")
 
 
 def _likelihood(options: argparse.Namespace) -> None:

@@ -39,6 +39,12 @@ def mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
+def check_seed(seed: object) -> None:
+    """Raise for what is no seed."""
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TrueupError(f"seed is a whole number, not {seed!r}")
+
+
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts int64 arithmetically
 
@@ -74,6 +80,7 @@ def normals(
     seed: int, samples: Tensor, levels: Tensor, shape: tuple[int, ...], device: torch.device
 ) -> Tensor:
     """The noise of several levels, (len(levels), len(samples), *shape), in as few steps as that of one."""
+    check_seed(seed)
     where = torch.device("cpu") if device.type == "mps" else device  # MPS has no 64-bit products
     samples, levels = samples.to(where, torch.int64), levels.to(where, torch.int64)
     count = math.prod(shape)

@@ -185,7 +185,9 @@ def parser() -> _Parser:
     _add_data(evaluate, images=10000)
     measures = evaluate.add_argument_group("measures")
     known = "efficientnet (default), inception, pixels, or package.module:name"
-    measures.add_argument("--features", default="efficientnet", metavar="NAME", help=known)
+    measures.add_argument(
+        "--features", type=typed.features, default="efficientnet", metavar="NAME", help=known
+    )
     measures.add_argument("--weights", **_FILE, help="of inception, where it cannot be downloaded")
     measures.add_argument("--reference", **_FILE, help="instead of --data, saved before")
     measures.add_argument("--save-reference", **_FILE, help="keep the data's statistics")
@@ -295,7 +297,7 @@ def _add_conditions(group: Any) -> None:
     add = group.add_argument
     add("--grid", choices=("logsnr", "uniform", "quadratic"), help="where DPM-Solver puts its levels")
     add("--labels", type=typed.labels, metavar="A,B,..", help="sample these labels in turn; 0-9 is a range")
-    add("--guidance", type=float, default=1.0, metavar="W", help="classifier-free guidance")
+    add("--guidance", type=typed.number, default=1.0, metavar="W", help="classifier-free guidance")
     add("--null-label", type=int, metavar="N", help="the label that stands for none")
 
 

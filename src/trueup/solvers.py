@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from trueup.errors import TrueupError
+from trueup.errors import DataError, TrueupError
 
 DPM_SOLVERS = tuple(
     f"dpm-solver-{order}{how}"
@@ -63,3 +63,15 @@ def check_name(name: str, known: Iterable[str] = NAMES) -> None:
     meant = did_you_mean(name, known)
     there = f"{meant} There are" if meant else ": use"
     raise TrueupError(f"unknown solver {name!r}{there} {', '.join(known)}, {OR_A_CLASS}")
+
+
+def check_evaluations(name: str, nfe: int) -> None:
+    """Raise for fewer evaluations than a step of DPM-Solver takes; other solvers say so themselves."""
+    if name in DPM_SOLVERS and not name.endswith("adaptive") and nfe < (order := int(name.split("-")[2])):
+        raise TrueupError(f"{name} needs at least {order} evaluations, not {nfe}")
+
+
+def check_count(images: int) -> None:
+    """Raise for data that are too few."""
+    if images < 20:
+        raise DataError(f"the moments of {images} images are not those of the data: use 20 or more")

@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from trueup.errors import TrueupError
-from trueup.solvers import NAMES, check_name
+from trueup.solvers import NAMES, check_name, did_you_mean
+
+FEATURES = ("inception", "efficientnet", "pixels")  # as `trueup.metrics` has them
 
 
 def solver(text: str) -> str:
     """The name of a solver, or the class of a diffusers scheduler."""
     sampling = sys.modules.get("trueup.sampling")  # somebody may have registered one there
     try:
-        check_name(text, NAMES if sampling is None else sampling.solver_names())
+        check_name(text, known := NAMES if sampling is None else sampling.solver_names())
     except TrueupError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    found = None if text in known else find_spec("diffusers")  # not imported: that takes seconds
+    if found is not None and found.origin is not None:
+        classes = re.findall(r'"(\w+Scheduler)"', Path(found.origin).read_text(encoding="utf-8"))
+        if classes and text not in classes:
+            hint = did_you_mean(text, classes)
+            raise argparse.ArgumentTypeError(f"diffusers has no scheduler {text}{hint}")
+    return text
+
+
+def features(text: str) -> str:
+    """The name of features, or where somebody's own are."""
+    if text not in FEATURES and not re.fullmatch("[^:]+:[^:]+", text):
+        known = f"{', '.join(FEATURES)}, or package.module:attribute"
+        raise argparse.ArgumentTypeError(f"no features are called {text!r}: use {known}")
     return text
 
 
@@ -33,8 +51,9 @@ def labels(text: str) -> list[int]:
     """Labels: 3, or 0,1,2, or 0-9."""
     labels: list[int] = []
     for part in text.split(","):
-        if not re.fullmatch("[0-9]+(-[0-9]+)?", part):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list of labels, for instance 0,1,2 or 0-9")
+        if not re.fullmatch("[0-9]{1,6}(-[0-9]{1,6})?", part):
+            example = "for instance 0,1,2 or 0-9"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of labels below a million, {example}")
         first, _, last = part.partition("-")
         labels += range(int(first), int(last or first) + 1)
     if not labels:
@@ -54,15 +73,20 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def positive_float(text: str) -> float:
-    """A number of at least 0."""
+def number(text: str, least: float = -sys.float_info.max, what: str = "a number") -> float:
+    """A number that is finite."""
     try:
         value = float(text)
     except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+        value = math.nan
+    if not least <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return value
+
+
+def positive_float(text: str) -> float:
+    """A number of at least 0."""
+    return number(text, 0.0, "a number of at least 0")
 
 
 def share(text: str) -> float:

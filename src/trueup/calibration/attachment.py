@@ -83,15 +83,16 @@ class Attachment:
     @property
     def active(self) -> bool:
         """Whether it is on."""
-        return any(hook is self._hook for hook in (*corrections(self._target), self._in_denoiser()))
-
-    def _in_denoiser(self) -> Any:
-        return None if self._denoiser is None else self._denoiser.correction
+        in_denoiser = None if self._denoiser is None else self._denoiser.correction
+        return any(hook is self._hook for hook in (*_hooks(self._target).values(), in_denoiser))
 
     def put_on(self) -> None:
-        """Put it on; a model carries one calibration at a time."""
-        if corrections(self._target) or self._in_denoiser():
+        """Put it on; of the calibrations on a model one is at work at a time."""
+        if corrections(self._target) or (self._denoiser is not None and self._denoiser.corrected):
             raise AttachError("a calibration is already attached to this model: remove it first")
+        self._hook.enabled = True
+        if self.active:
+            return
         if self._hook.binding is None:
             assert self._denoiser is not None
             self._denoiser.correction = self._hook
@@ -115,13 +116,13 @@ class Attachment:
         _take_off(self._target, self._hook)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """On, but without effect: for handing control to somebody else for a while."""
-        was, self._hook.enabled = self._hook.enabled, False
+    def at_work(self) -> Iterator[None]:
+        """On for a while; after that it rests until `remove`, or code would be compiled again every time."""
+        self.put_on()
         try:
             yield
         finally:
-            self._hook.enabled = was
+            self._hook.enabled = False
 
     def __enter__(self) -> Attachment:
         if not self.active:
@@ -164,7 +165,7 @@ class Attachment:
 
 def _take_off(network: Any, only: CorrectOutput | None) -> bool:
     """Remove one correction, or any, from a module; True if it was there."""
-    hooks = getattr(network, "_forward_hooks", {})
+    hooks = _hooks(network)
     found = [k for k, hook in hooks.items() if isinstance(hook, CorrectOutput) and only in (None, hook)]
     for key in found:
         del hooks[key]
@@ -172,6 +173,10 @@ def _take_off(network: Any, only: CorrectOutput | None) -> bool:
     if found:
         _compile_again()
     return bool(found)
+
+
+def _hooks(network: Any) -> dict[int, Any]:
+    return getattr(network, "_forward_hooks", {})
 
 
 def _compile_again() -> None:

@@ -25,7 +25,6 @@ from trueup.report import as_json, as_text, plain_output
 from trueup.sampling import generate
 from trueup.sampling.draw import sampler_of
 from trueup.trajectory import calibrate_sampler, check_sampler
-from trueup.trajectory.marginals import check_count
 from trueup.trajectory.walk import TRAJECTORIES, Walk
 
 _PARTLY = "samplers.trueup.safetensors"  # in the run directory: samplers made so far
@@ -34,8 +33,6 @@ _PARTLY = "samplers.trueup.safetensors"  # in the run directory: samplers made s
 def calibrate(options: argparse.Namespace) -> int:
     """`trueup calibrate`."""
     output, run = options.output, options.run or Path(f"{options.output}.run")
-    if options.solver is not None and options.calibration is None:
-        check_count(options.generated or options.images)
     denoiser = shared.open_model(options)
     options.run = run
     solvers = _solvers(denoiser, options)

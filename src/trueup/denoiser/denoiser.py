@@ -304,8 +304,9 @@ class Denoiser:
 
     @property
     def corrected(self) -> bool:
-        """Whether a calibration is attached."""
-        return self.correction is not None or bool(corrections(self.network))
+        """Whether a calibration is attached, and at work."""
+        own = self.correction is not None and self.correction.enabled
+        return own or bool(corrections(self.network))
 
     def check_bare(self) -> None:
         """Raise if a calibration is attached, where it would be taken for the network's own."""

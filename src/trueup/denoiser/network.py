@@ -44,11 +44,12 @@ def prediction(raw: Any) -> Tensor:
 
 
 def corrections(network: Any) -> list[Any]:
-    """The corrections on a network, whatever wraps or calls it, or on a part of it (see `trueup.attach`)."""
+    """The corrections at work on a network, whatever wraps or calls it, or on a part of it."""
     found = held(network)
     modules = {module: None for one in found if isinstance(one, nn.Module) for module in one.modules()}
     hooks = [hook for module in modules for hook in module._forward_hooks.values()]
-    return [hook for hook in (*hooks, *found) if getattr(hook, "corrects_output", False) is True]
+    known = (hook for hook in (*hooks, *found) if getattr(hook, "corrects_output", False) is True)
+    return [hook for hook in known if hook.enabled]
 
 
 def held(network: Any) -> list[Any]:

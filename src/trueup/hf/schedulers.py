@@ -30,6 +30,7 @@ _WITHOUT_DATA = ("PNDM", "EulerAncestralDiscrete", "KDPM2Discrete", "KDPM2Ancest
 # Step through flows, if they are told to.
 _FLOWS = ("FlowMatch", "DPMSolverMultistep", "DPMSolverSinglestep", "UniPCMultistep", "DEISMultistep")
 _TIMESTEPS = 1000
+_MOST_NOISE_FOR_HEUN = 1000.0  # its first step multiplies the slope at its end by this: few steps end far off
 
 
 def offered(name: str, denoiser: Denoiser) -> bool:
@@ -37,9 +38,12 @@ def offered(name: str, denoiser: Denoiser) -> bool:
 
     Flows have their own, and the solvers that know them; noise that explodes those of EDM beside all others.
     """
-    kind, noise = SCHEDULERS.get(name, (name, {}))[0], denoiser.process.kind
+    kind, process = SCHEDULERS.get(name, (name, {}))[0], denoiser.process
+    noise = process.kind
     if kind.startswith("FlowMatch") or noise == "flow":
         return noise == "flow" and kind.startswith(_FLOWS)
+    if kind.startswith("Heun") and float((-process.lam(process.t_max)).exp()) > _MOST_NOISE_FOR_HEUN:
+        return False
     return noise in ("edm", "ve") if kind.startswith("EDM") else True
 
 
@@ -54,12 +58,13 @@ def make_scheduler(name: str, denoiser: Denoiser) -> tuple[Any, bool]:
     if not hasattr(made, "from_config"):
         check_name(name.removesuffix("Scheduler"))
         raise TrueupError(f"diffusers has no scheduler {kind}")
-    if denoiser.scheduler_config is not None:
+    fits = offered(name, denoiser)
+    if denoiser.scheduler_config is not None and fits:
         scheduler = _set_up(name, made, {**denoiser.scheduler_config, **settings}, denoiser)
         if scheduler_process(scheduler)[0].agrees_with(denoiser.process):
             return scheduler, True
     scheduler = _set_up(name, made, _config(kind, denoiser) | settings, denoiser)
-    if not offered(name, denoiser) or not _same_levels(scheduler_process(scheduler)[0], denoiser.process):
+    if not fits or not _same_levels(scheduler_process(scheduler)[0], denoiser.process):
         raise MismatchError(
             f"{name} does not step through the noise of this network ({denoiser.process.kind})"
         )

@@ -23,7 +23,7 @@ from trueup.sampling import adaptive
 from trueup.sampling.network import Network
 from trueup.sampling.solver import Solver, register
 from trueup.sampling.steps import GRIDS, Levels, between, eps_weights, network_times, tableau
-from trueup.solvers import DPM_SOLVERS
+from trueup.solvers import DPM_SOLVERS, check_evaluations
 
 ALLOCATIONS = ("fast", "fixed", "adaptive")
 _FINE_FROM = 15  # evaluations, from which on it ends later
@@ -75,8 +75,7 @@ class DPMSolver(Solver):
 
     def orders(self, nfe: int) -> list[int]:
         """The order of every step."""
-        if nfe < self.order:
-            raise TrueupError(f"{self.name} needs at least {self.order} evaluations, not {nfe}")
+        check_evaluations(self.name, nfe)
         if self.allocation == "fixed" or self.order == 1:
             return [self.order] * (nfe // self.order)
         if self.order == 2:

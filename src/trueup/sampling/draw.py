@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from os import PathLike
 from typing import Any
 
@@ -17,7 +17,7 @@ from trueup.calibration.trajectory import Adjust, choose, find
 from trueup.denoiser import Denoiser
 from trueup.errors import Argument, ModelError, TrueupError
 from trueup.hf import as_denoiser
-from trueup.noise import normal
+from trueup.noise import check_seed, normal
 from trueup.progress import Progress
 from trueup.sampling.network import Network
 from trueup.sampling.schedulers import SchedulerSolver
@@ -97,6 +97,7 @@ def sample_batches(
     for name, value, least in (("count", count, 1), ("start", start, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise TrueupError(f"{name} is a whole number of at least {least}, not {value!r}")
+    check_seed(seed)
     chosen = as_solver(solver, denoiser)
     network = network_for(denoiser, labels, guidance)
     classes = network.y
@@ -112,15 +113,18 @@ def sample_batches(
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         size = denoiser.batch_size
-        with attachment or nullcontext(), Progress(total, description, show=progress) as bar:
+        with ExitStack() as stack:
+            if attachment is not None:
+                stack.callback(attachment.remove)
+            bar = stack.enter_context(Progress(total, description, show=progress))
             network.seed, network.advance = seed, bar.update
             for first in range(start, count, size):
                 network.index = index = torch.arange(first, min(first + size, count))
                 if classes is not None:
                     network.y = classes[index % len(classes)]
-                x = draw(chosen, network, nfe, adjust)
-                with attachment.paused() if attachment is not None else nullcontext():
-                    yield index, x
+                with attachment.at_work() if attachment is not None else nullcontext():
+                    x = draw(chosen, network, nfe, adjust)
+                yield index, x
 
     return batches()
 

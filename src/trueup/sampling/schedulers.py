@@ -82,8 +82,11 @@ class SchedulerSolver(Solver):
                 reason, made = f": {line(error)}", 0
             else:
                 made = len(scheduler.timesteps)
-                if made <= nfe:
+                if made <= nfe and torch.isfinite(torch.as_tensor(scheduler.timesteps)).all():
                     return scheduler
+                if made <= nfe:
+                    reason = ": its times are not finite"
+                    break
             steps = min(steps - 1, steps * nfe // made + 1 if made else steps)  # as evaluations go with steps
         raise TrueupError(f"{self.name} cannot sample in {nfe} evaluations{reason}")
 

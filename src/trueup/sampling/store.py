@@ -18,19 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from trueup.errors import Argument, TrueupError
-from trueup.files import Folder, line, printable, write
+from trueup.errors import Argument, ArtifactError, TrueupError
+from trueup.files import Folder, line, load_tensors, printable, save_tensors, write
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _OTHERS = (".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".npy", ".pt", ".safetensors", ".zip")
 _LARGEST_GRID = 1024  # images; more are no longer a picture
 _NAME = re.compile(r"(\d{6,12})(?:-(\d{6,12}))?\.(png|safetensors)")  # a picture's, or those of first to last
 NOTE = "samples.json"
+_KIND = "part of a run"
 _FORCE = Argument("force", True)
 
 
@@ -71,6 +69,8 @@ class Kept:
         try:
             note = json.loads(path.read_text(encoding="utf-8"))
             made_with, names = note["settings"], note["files"]
+            if note.get("checksum") != _checksum(made_with, names):
+                raise ValueError("its checksum does not match: it was damaged or edited")
             if not all(_NAME.fullmatch(name) for name in names):
                 raise ValueError("it lists files that are none of ours")
             if made_with is not None and not isinstance(made_with, dict):
@@ -81,7 +81,8 @@ class Kept:
         return made_with
 
     def _save_note(self, settings: dict[str, Any] | None) -> None:
-        note = {"settings": settings, "files": list(self._files)}
+        names = list(self._files)
+        note = {"settings": settings, "files": names, "checksum": _checksum(settings, names)}
         write(self.folder / NOTE, json.dumps(note, indent=1).encode())
 
     def _has(self, name: str) -> bool:
@@ -111,47 +112,66 @@ class Kept:
             if _owner(path) in names and not path.is_symlink():
                 path.unlink()
 
-    def _write(self, files: dict[str, bytes]) -> None:
-        """Write files, listed as ours before they are there."""
-        for name in files:
+    def _claim(self, names: list[str]) -> None:
+        """List files as ours before they are there."""
+        for name in names:
             path = self.folder / name
             if not self._has(name) and (path.exists() or path.is_symlink()):
                 raise TrueupError(f"{path} is in the way, and not by trueup: move it, or name another folder")
-        if not self._files.keys() >= files.keys():
-            self._files |= dict.fromkeys(files)
+        if not self._files.keys() >= set(names):
+            self._files |= dict.fromkeys(names)
             self._save_note(self.settings)
-        for name, content in files.items():
-            write(self.folder / name, content)
 
     def add_pictures(self, index: Tensor, images: Tensor) -> None:
         """Keep a batch of pictures (B, C, H, W) as a PNG each."""
-        self._write({f"{i:06d}.png": png(image) for i, image in zip(index.tolist(), images, strict=True)})
+        files = {f"{i:06d}.png": png(image) for i, image in zip(index.tolist(), images, strict=True)}
+        self._claim(list(files))
+        for name, content in files.items():
+            write(self.folder / name, content)
         self.done = max(self.done, int(index[-1]) + 1)
 
     def add(self, index: Tensor, **tensors: Tensor) -> None:
         """Keep a batch, or whatever was made of it: tensors with a row for every sample."""
-        rows = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         first, last = int(index[0]), int(index[-1])
-        self._write({f"{first:06d}-{last:06d}.safetensors": to_bytes(rows)})
+        name = f"{first:06d}-{last:06d}.safetensors"
+        self._claim([name])
+        save_tensors(self.folder / name, _KIND, self._about(name), tensors)
         self.done = max(self.done, last + 1)
+
+    def _about(self, name: str) -> dict[str, Any]:
+        """What a file says of itself: one of another run, or another's rows, is not taken for it."""
+        return {"name": name, "settings": _checksum(self.settings, [])}
+
+    def _read(self, name: str) -> dict[str, Tensor]:
+        """What `add` kept in a file."""
+        (first, last), file = _rows(name), self.folder / name
+        try:
+            about, part = load_tensors(file, _KIND)
+            if not about.items() >= self._about(name).items():
+                raise ArtifactError(f"{file} is of another run")
+            if any(tensor.shape[:1] != (last - first,) for tensor in part.values()):
+                raise ArtifactError(f"{file} does not hold {last - first} samples")
+            if not all(torch.isfinite(tensor).all() for tensor in part.values()):
+                raise ArtifactError(f"{file} holds values that are not finite")
+        except ArtifactError as error:
+            raise TrueupError(f"{error}: delete {self.folder} to start over") from None
+        return part
 
     def tensors(self, count: int) -> dict[str, Tensor]:
         """The rows of the first `count` samples."""
         parts: list[dict[str, Tensor]] = []
         covered = 0
         for name in sorted(filter(self._has, self._files), key=_rows):
-            (first, last), file = _rows(name), self.folder / name
+            first, last = _rows(name)
             if last <= covered:
                 continue  # written twice, in batches of other sizes
             if first > covered:
                 break
-            try:
-                part = load_file(file)
-                if any(len(tensor) != last - first for tensor in part.values()):
-                    raise ValueError(f"it does not hold {last - first} samples")
-            except (SafetensorError, OSError, ValueError) as error:
-                advice = f"delete {self.folder} to start over"
-                raise TrueupError(f"{file} cannot be read ({line(error)}): {advice}") from None
+            part = self._read(name)
+            if parts and part.keys() != parts[0].keys():
+                raise TrueupError(
+                    f"the files in {self.folder} hold different things: delete it to start over"
+                )
             parts.append({name: tensor[covered - first :] for name, tensor in part.items()})
             covered = last
         if covered < count:
@@ -176,6 +196,10 @@ def _rows(name: str) -> tuple[int, int]:
     found = _NAME.fullmatch(name)
     assert found is not None
     return int(found[1]), int(found[2] or found[1]) + 1
+
+
+def _checksum(settings: dict[str, Any] | None, names: list[str]) -> str:
+    return hashlib.blake2b(json.dumps([settings, names]).encode(), digest_size=16).hexdigest()
 
 
 def _owner(path: Path) -> str | None:

@@ -15,7 +15,7 @@ from trueup.calibration.trajectory import find
 from trueup.errors import TrueupError
 from trueup.hf import as_denoiser
 from trueup.images import open_images
-from trueup.noise import mix
+from trueup.noise import check_seed, mix
 from trueup.sampling.draw import as_solver, sampler_of
 from trueup.trajectory.drift import Drift
 from trueup.trajectory.fitting import fit
@@ -49,6 +49,7 @@ def calibrate_sampler(
     several can be in one calibration, and an older one for the same sampler is replaced. No data are needed.
     labels: for a conditional network, as often as they are in the data: its moments are those of all labels.
     """
+    check_seed(seed)
     denoiser, calibration = as_denoiser(model), as_calibration(calibration)
     marginals = Marginals.of_calibration(calibration, denoiser)
     chosen = as_solver(solver, denoiser)
@@ -129,6 +130,7 @@ def check_sampler(
     """
     is_file = isinstance(data, (str, PathLike)) and str(data).endswith(".safetensors")
     calibration = as_calibration(data) if is_file or isinstance(data, Calibration) else None
+    check_seed(seed)
     denoiser = as_denoiser(model)
     denoiser.check_bare()
     chosen = as_solver(solver, denoiser)

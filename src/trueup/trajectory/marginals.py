@@ -10,11 +10,11 @@ from torch import Tensor
 from trueup.bands import Bands, band_variance
 from trueup.calibration import Calibration
 from trueup.denoiser import Denoiser
-from trueup.errors import DataError, MismatchError
+from trueup.errors import MismatchError
 from trueup.images.samples import Samples
 from trueup.noise import hashed
+from trueup.solvers import check_count
 
-FEWEST_IMAGES = 20
 _FOLDS = 16
 _LEAST = 1e-8  # variance of a coefficient that never changes: far below what 8 bits can tell
 
@@ -64,10 +64,3 @@ class Marginals:
     def errors_at(self, alpha: float) -> tuple[Tensor, Tensor]:
         """How well the data say so: variance of a coefficient of the mean, and that of the variance."""
         return alpha**2 * self.variance / self.images, (alpha**2 * self.variance_se).square()
-
-
-def check_count(images: int) -> None:
-    """Raise for data that are too few."""
-    if images < FEWEST_IMAGES:
-        advice = f"use {FEWEST_IMAGES} or more"
-        raise DataError(f"the moments of {images} images are not those of the data: {advice}")
