@@ -486,3 +486,15 @@ def test_what_a_run_kept_is_read_once(tmp_path, monkeypatch):
     assert torch.equal(again.before, first.before)
     assert again.mean().error != first.mean().error
     assert len(reads) == 2  # to compare with, and at the end
+
+
+def test_a_misused_network_is_refused_before_there_is_a_run(tmp_path):
+    data, net = gaussian(ContinuousVP(), lambda eps, u, lam: -2 * eps)
+    x0 = data.sample(40)
+    run = {"draws": 1, "run": tmp_path / "run", "progress": False}
+    for measure, how in ((trueup.likelihood, run), (objectives, {"progress": False})):
+        with pytest.raises(trueup.TrueupError, match="trust=True"):
+            measure(net, Images(x0, count=32), **how)
+    assert not (tmp_path / "run").exists()
+    trueup.likelihood(net, Images(x0, count=32), trust=True, **run)
+    assert len(trueup.likelihood(net, Images(x0, count=33), **run).index) == 33  # gone on with

@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 
 import trueup
-from trueup.density import objectives
 from trueup.images import Images, Samples
 
 from commandline import in_process, refused, trueup_command
@@ -303,15 +302,6 @@ def test_a_misused_model_is_not_measured(tmp_path):
     done = trueup_command(*base, "--images", 32)
     assert done.returncode == 2
     assert "--trust" in done.stderr
-    for measure in (trueup.likelihood, objectives):
-        with pytest.raises(trueup.TrueupError, match="trust=True"):
-            measure("bundled:ema", images, progress=False)
-    run = {"draws": 1, "run": tmp_path / "run", "progress": False}
-    with pytest.raises(trueup.TrueupError, match="trust=True"):
-        trueup.likelihood("bundled:ema", Images(images, count=32), **run)
-    assert not (tmp_path / "run").exists()
-    trueup.likelihood("bundled:ema", Images(images, count=32), trust=True, **run)
-    assert len(trueup.likelihood("bundled:ema", Images(images, count=33), **run).index) == 33  # gone on with
 
 
 def test_a_calibration_of_other_weights_is_refused(images, calibration, tmp_path):
