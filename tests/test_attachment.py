@@ -834,7 +834,21 @@ def test_a_calibration_without_a_trajectory_says_so_at_the_first_step(unet, cal)
         handle.on_step_end(pipe, 0, 999, {"latents": randn(1, *SHAPE)})
 
 
-def test_unknown_times_are_not_a_crash(tiny):
+def test_times_a_little_beyond_are_those_of_the_end(tiny):
     hook = CorrectOutput(calibration_of(tiny))
-    for t in (-5, 5000.0, math.inf):
-        assert torch.isfinite(hook.correct(randn(1, *SHAPE), randn(1, *SHAPE), t)).all()
+    output, x_t = randn(1, *SHAPE), randn(1, *SHAPE)
+    assert torch.equal(hook.correct(output, x_t, -5), hook.correct(output, x_t, 0))
+    for t in (5000.0, math.inf, math.nan):
+        with pytest.raises(AttachError, match="called at t ="):
+            hook.correct(output, x_t, t)
+
+
+def test_times_that_no_process_has_are_refused():
+    """A network told t where it was trained on t/1000 gives nonsense, which a correction would hide."""
+    network = Tiny()
+    cal = make(shape=(3, 8, 8), network=network)
+    x = torch.randn(4, *cal.shape)
+    with trueup.attach(network, cal):
+        for t in (torch.full((4,), 900.0), torch.tensor(900.0)):
+            with pytest.raises(AttachError, match="called at t = 900"):
+                network(x, t)

@@ -234,7 +234,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory():
     def network(x_t, t):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+    with pytest.raises(ModelError, match="mat1 and mat2"):
         wrap(network).predict(X_T, T)
 
 
@@ -605,3 +605,12 @@ def test_what_holds_no_weights_has_no_fingerprint(network):
     assert fingerprint(network) == {}
     assert not same_weights({}, {})
     assert not same_weights(fingerprint(Tiny()), {})
+
+
+def test_a_network_that_wants_its_arguments_otherwise_is_told_of_call():
+    """The commonest mistake with a module of one's own; it ended in an error of torch's."""
+    swapped = nn.Conv2d(1, 1, 3, padding=1)
+    for network in (lambda x: x, lambda t, x: swapped(x)):
+        denoiser = Denoiser(network, DiscreteVP.linear(), "noise", (1, 4, 4))
+        with pytest.raises(ModelError, match=r"could not be called as network\(x_t, t\).*call=lambda"):
+            denoiser.eps(torch.zeros(2, 1, 4, 4), 5)

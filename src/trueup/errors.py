@@ -19,8 +19,11 @@ class Argument(NamedTuple):
 
     name: str
     value: Any = ...  # of no particular value
+    said: str | None = None  # in Python, where that is another argument
 
     def __str__(self) -> str:
+        if self.said is not None:
+            return self.said
         return self.name if self.value is ... else f"{self.name}={self.value!r}"
 
     def option(self) -> str:

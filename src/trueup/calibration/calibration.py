@@ -124,7 +124,13 @@ class Calibration:
         if self.family == "none":
             return "the network is left as it is."
         if not self._confirmable:
-            return f"{_count(e.images, 'image')} cannot confirm a correction: use {FEWEST_IMAGES} or more."
+            few = e.images < FEWEST_IMAGES
+            more = (
+                f"cannot confirm a correction: use {FEWEST_IMAGES}"
+                if few
+                else "are in too few groups: use 20"
+            )
+            return f"{_count(e.images, 'image')} {more} or more."
         if self.empty:
             return "calibrated within noise: nothing to do."
         removed = 100 * self.explained()

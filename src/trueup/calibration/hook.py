@@ -57,7 +57,9 @@ class CorrectOutput:
         self.calibration, self.nodes = calibration, _nodes(calibration)
         self.boundaries = 0.5 * (self.nodes[1:] + self.nodes[:-1])
         self.boundary_list: list[float] = self.boundaries.tolist()
-        correction = calibration.correction
+        process, correction = calibration.process, calibration.correction
+        slack = 0.1 * (process.t_max - process.t_min)  # solvers end a little beyond
+        self.span = (process.t_min - slack, process.t_max + slack)
         self.constant_only = not (correction.a.any() or correction.d.any())
         self._ready: dict[tuple[torch.device, torch.dtype], _Tables] = {}
 
@@ -123,13 +125,25 @@ class CorrectOutput:
         if torch.compiler.is_compiling():  # which cannot follow a bisection
             t = torch.as_tensor(t)
         elif not isinstance(t, Tensor) or (t.numel() == 1 and t.device.type == "cpu"):
+            self._check(float(t))
             node = bisect_left(self.boundary_list, float(t))
             return slice(node, node + 1)
+        elif t.device.type == "cpu" and t.numel():  # others are not waited for
+            self._check(float(t.min()))
+            self._check(float(t.max()))
         boundaries = tables.whole_boundaries if t.dtype == torch.int64 else tables.boundaries
         times = t.to(boundaries, non_blocking=True).reshape(-1).contiguous()
         if times.numel() not in (1, batch):
             raise AttachError(f"got {times.numel()} times for a batch of {batch}")
         return torch.bucketize(times, boundaries)
+
+    def _check(self, t: float) -> None:
+        if not self.span[0] <= t <= self.span[1]:
+            process = self.calibration.process
+            raise AttachError(
+                f"the network was called at t = {t:g}, as its process counts it, which goes from "
+                f"{process.t_min:g} to {process.t_max:g}: is it told the times it was calibrated with?"
+            )
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Make the tables for a network's outputs now: before anyone compiles it, say."""

@@ -19,6 +19,7 @@ from trueup.denoiser.binding import Binding, find_binding, place
 from trueup.denoiser.memory import in_parts, out_of_memory
 from trueup.denoiser.network import corrections, eagerly, fingerprint, prediction, unwrapped
 from trueup.errors import ModelError
+from trueup.files import line
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess
 
@@ -90,6 +91,7 @@ class Denoiser:
             self.to(device)
         self._at_once: int | None = None  # rows that fitted into memory
         self._whole_times: bool | None = None  # None until somebody has tried
+        self._answered = False  # whether a call went through
         self._binding: Binding | types.EllipsisType | None = ...  # not yet looked for
 
     @property
@@ -215,10 +217,20 @@ class Denoiser:
         args = (times, y) if self.conditional else (times,)
         try:
             output = prediction(self._call(x_t.to(self.dtype), *args))
-        except IndexError:
-            if y is None:
+        except Exception as error:
+            if isinstance(error, IndexError) and y is not None:
+                raise ModelError(
+                    "the network does not know one of these labels: it has fewer classes"
+                ) from None
+            unlike = not isinstance(error, (TypeError, RuntimeError)) or out_of_memory(error)
+            if self._answered or unlike or (self.conditional and y is None):
                 raise
-            raise ModelError("the network does not know one of these labels: it has fewer classes") from None
+            called = "network(x_t, t, y)" if self.conditional else "network(x_t, t)"
+            raise ModelError(
+                f"the network could not be called as {called} ({line(error)}): if it takes its arguments "
+                "otherwise, say how with call=lambda x_t, t: ..."
+            ) from error
+        self._answered = True
         channels = self.shape[0]
         if output.shape not in [(len(x_t), c, *x_t.shape[2:]) for c in (channels, 2 * channels)]:
             shapes = f"{tuple(output.shape)} for an input of {tuple(x_t.shape)}"

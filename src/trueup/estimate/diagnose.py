@@ -169,7 +169,9 @@ def _hypotheses(denoiser: Denoiser, x0: Tensor) -> Iterator[_Hypothesis]:
     for name in ("noise", "data", "velocity", *flow):
         if name != parametrization.name and parametrization.sigma_data is None:
             text = f"the network's outputs fit a {name} prediction, not {parametrization.name}"
-            mistake = ModelError(text, "pass {}", Argument("prediction", name))
+            mistake = ModelError(
+                text, "pass {}", Argument("prediction", name, f'Denoiser(..., "{name}", ...)')
+            )
             yield _Hypothesis(mistake, process, Parametrization(name))
     # Times counted backwards, from noise to data, with either sign of a flow.
     opposite = {"flow": "reversed_flow", "reversed_flow": "flow"}.get(parametrization.name)
@@ -192,6 +194,10 @@ def _hypotheses(denoiser: Denoiser, x0: Tensor) -> Iterator[_Hypothesis]:
                 yield _Hypothesis(mistake, other, parametrization)
 
 
+def _range(low: int, high: int) -> Argument:
+    return Argument("model_range", (low, high), f"Denoiser(..., data_range=({low}, {high}))")
+
+
 def _of_the_data(denoiser: Denoiser, x0: Tensor) -> Iterator[_Hypothesis]:
     """Other ranges, BGR, unscaled latents."""
 
@@ -200,13 +206,13 @@ def _of_the_data(denoiser: Denoiser, x0: Tensor) -> Iterator[_Hypothesis]:
 
     if denoiser.data_range == (-1.0, 1.0):
         text = "the network fits data in 0..1, not in -1..1"
-        yield guess(ModelError(text, "pass {}", Argument("model_range", (0, 1))), lambda x: (x + 1) / 2)
+        yield guess(ModelError(text, "pass {}", _range(0, 1)), lambda x: (x + 1) / 2)
         if float(x0.min()) >= -1e-3:
             text = "the network fits these images stretched to -1..1: they are in 0..1"
             yield guess(ModelError(text, "pass {}", Argument("data_range", (0, 1))), lambda x: 2 * x - 1)
     if denoiser.data_range == (0.0, 1.0):
         text = "the network fits data in -1..1, not in 0..1"
-        yield guess(ModelError(text, "pass {}", Argument("model_range", (-1, 1))), lambda x: 2 * x - 1)
+        yield guess(ModelError(text, "pass {}", _range(-1, 1)), lambda x: 2 * x - 1)
     if denoiser.data_range is None:
         for scale, models in _LATENT_SCALES.items():
             text, advice = f"the network fits these latents times {scale}", f"scale them as {models} does"
