@@ -110,13 +110,12 @@ class Bound:
             t = process.t_of_lam(lam).clamp(process.t_min, process.t_max)
         else:
             t = self.times[1:][cell]
-        weight = weight.to(device)
         total = torch.zeros(len(batch), dtype=torch.float64, device=device)
         for slot in range(self._count):
             eps = normal(self.seed, batch.index, _NOISE_KEY + 1 + slot, self.denoiser.shape, device)
             eps_hat, fraction = self._predict(batch, eps, t[:, slot])
             squared = (eps_hat.double() - eps.double()).square().flatten(1)
-            counts = weight[:, slot]
+            counts = weight[:, slot].to(device)
             if self.times is None:
                 total += counts * squared.sum(1)
             else:
@@ -135,8 +134,7 @@ class Bound:
         x_t = denoiser.process.noised(batch.x0, eps, t)
         raw = denoiser.predict(x_t, t, batch.y, variance=True)
         output, learned = raw[:, :channels], raw[:, channels:]
-        alpha, sigma = denoiser.process.scales(t, output)
-        eps_hat = denoiser.parametrization.to_eps(output, x_t.to(output), alpha, sigma)
+        eps_hat = denoiser.parametrization.to_eps(output, x_t.to(output), *denoiser.process.scales(t, output))
         if self.variance != "learned_range":
             return eps_hat, torch.ones(1, 1, dtype=torch.float64, device=eps.device)
         if not learned.shape[1]:

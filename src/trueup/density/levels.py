@@ -88,13 +88,11 @@ class Levels:
         One level out of each of `count` equal shares of the distribution, at a place that moves on by the
         golden ratio from sample to sample: the samples together cover the levels evenly.
         """
-        first = mix(seed ^ 0x6C6576656C73) / 2.0**64
-        offset = (first + index.double().cpu() * _GOLDEN) % 1.0
+        offset = (mix(seed ^ 0x6C6576656C73) / 2.0**64 + index.double().cpu() * _GOLDEN) % 1.0
         position = (torch.arange(count) + offset[:, None]) / count  # (B, count) in [0, 1)
         ends = self.mass.cumsum(0)
         cell = torch.searchsorted(ends, position.contiguous(), right=True).clamp_max(len(ends) - 1)
-        weight = self.width[cell] / self.mass[cell] / count
-        lam = self.lam[cell]
+        lam, weight = self.lam[cell], self.width[cell] / self.mass[cell] / count
         if self.continuous:
             inside = ((ends[cell] - position) / self.mass[cell]).clamp(0, 1)  # 1 at the start of a cell
             lam = lam + (inside - 0.5) * self.width[cell]

@@ -136,8 +136,8 @@ class Objectives:
             lines.append(f"{float(t):9.4g} {float(lam):7.2f}" + _cells(cells))
         for weighting in WEIGHTINGS:
             name = "g2 (nats)" if weighting == "g2" else weighting
-            cells = [str(self.total(weighting, which)) for which in shown]
-            lines.append(f"{'total, ' + name:>17}" + _cells(cells))
+            totals = _cells([str(self.total(weighting, which)) for which in shown])
+            lines.append(f"{'total, ' + name:>17}{totals}")
         if self.after is not None:
             change = told(self.total("g2", "drop").scaled(-1))
             lines += [f"change of the total in nats: {change}", str(self.check())]
@@ -153,8 +153,8 @@ class Objectives:
             levels.append({"t": float(t), "lam": float(lam[i]), **numbers})
         totals = {w: {n: self.total(w, n).as_json() for n in shown} for w in WEIGHTINGS}
         plain = {n: getattr(self, n) for n in ("held_out", "dimensions", "evaluations", "notes")}
-        plain |= {"images": len(self.before), "check": self.check()}
-        return {**plain, "levels": levels, "totals": totals}
+        counted = {"images": len(self.before), "check": self.check()}
+        return {**plain, **counted, "levels": levels, "totals": totals}
 
 
 def _cells(cells: Sequence[str]) -> str:
@@ -194,7 +194,10 @@ def objectives(
     with sides.attached, denoiser.evaluating(), torch.inference_mode(), bar:
         for batch in sides.batches(denoiser.batch_size):
             on = batch.to(denoiser.device)
-            rows = [_losses(sides, truth, on, *level, seed, bar) for level in zip(t, says, strict=True)]
+            rows = []
+            for level in zip(t, says, strict=True):
+                rows.append(_losses(sides, truth, on, *level, seed))
+                bar.update(len(batch) * len(sides.names))
             parts.append({name: torch.stack([row[name] for row in rows], 1).cpu() for name in rows[0]})
             if batch.group is not None and samples.images.groups is not None:
                 parts[-1]["group"] = batch.group
@@ -215,13 +218,7 @@ def objectives(
 
 
 def _losses(
-    sides: Sides,
-    truth: Denoiser | None,
-    batch: Batch,
-    t: Tensor,
-    said: Correction | None,
-    seed: int,
-    bar: Progress,
+    sides: Sides, truth: Denoiser | None, batch: Batch, t: Tensor, said: Correction | None, seed: int
 ) -> dict[str, Tensor]:
     """Squared errors of each row of a batch at one level, {name: (B,)}."""
     denoiser, process = sides.denoiser, sides.denoiser.process
@@ -232,7 +229,6 @@ def _losses(
     for name in sides.names:
         with sides.on(name):
             outputs[name] = denoiser.eps(x_t, t, batch.y).double()
-        bar.update(len(batch))
     rows = {name: _squared(eps_hat - eps) for name, eps_hat in outputs.items()}
     if truth is not None:
         ideal = truth.eps(x_t, t, batch.y).double()
