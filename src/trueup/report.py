@@ -61,16 +61,14 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
     ]
     own = ("empty", "family", "estimator", "data_images", "generated")
     made = ("model", "parametrization", "weights", "seed")
+    bits = e.bound_gain.scaled(e.bits_per_dim(1.0))
     return {
         "verdict": calibration.verdict(),
         **{name: getattr(calibration, name) for name in own},
         **{name: calibration.provenance.get(name) for name in made},
         "images": e.images,
         "shape": list(calibration.shape),
-        "bound_gain": {
-            "nats": e.bound_gain.as_json(),
-            "bits_per_dim": e.bound_gain.scaled(e.bits_per_dim(1.0)).as_json(),
-        },
+        "bound_gain": {"nats": e.bound_gain.as_json(), "bits_per_dim": bits.as_json()},
         "share_of_loss_removed": Number(calibration.explained()).as_json()["value"],
         "uncalibration": {
             "bits_per_dim": calibration.uncalibration.as_json(),

@@ -57,22 +57,15 @@ def load_network(path: Path) -> nn.Module:
     diffusers = diffusers_module("loading a directory")
     cls = getattr(diffusers, str(config.get("_class_name")), None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module) and hasattr(cls, "from_pretrained")):
-        raise ModelError(
-            f"{path}/config.json names {config.get('_class_name')!r}, which is no network of this diffusers"
-        )
+        named = f"{path}/config.json names {config.get('_class_name')!r}"
+        raise ModelError(f"{named}, which is no network of this diffusers")
     files = sorted(p.name for p in path.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{path} holds no .safetensors weights (pickled .bin weights are never loaded)")
     variant = "fp16" if all(".fp16" in name for name in files) else None
+    how = dict.fromkeys(("use_safetensors", "local_files_only", "output_loading_info"), True)
     try:
-        network, info = cls.from_pretrained(
-            str(path),
-            variant=variant,
-            torch_dtype=torch.float32,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        network, info = cls.from_pretrained(str(path), variant=variant, torch_dtype=torch.float32, **how)
     except Exception as error:  # whatever diffusers makes of a damaged directory
         raise ModelError(f"{path} cannot be loaded: {line(error, 300)}") from error
     if info["missing_keys"]:  # diffusers would go on with weights that were never trained

@@ -63,19 +63,15 @@ def as_denoiser(
     if process is None or prediction is None:
         if config is None:
             name = model if isinstance(model, (str, Path)) else type(model).__name__
-            raise ModelError(
-                f"{name} has no scheduler, and alone a network does not say what noise it knows",
-                "pass the one it was trained with as {}",
-                Argument("scheduler"),
-            )
+            problem = f"{name} has no scheduler, and alone a network does not say what noise it knows"
+            raise ModelError(problem, "pass the one it was trained with as {}", Argument("scheduler"))
         read_process, read_prediction = schedule(config)
         process, prediction = process or read_process, prediction or read_prediction
     settings = config_of(network)
     if settings.get("guidance_embeds"):
-        raise ModelError(
-            f"{settings['_class_name']} is distilled from guided outputs (guidance_embeds): they are not "
-            "conditional expectations, so there is nothing to calibrate"
-        )
+        distilled = f"{settings['_class_name']} is distilled from guided outputs (guidance_embeds)"
+        so = "they are not conditional expectations, so there is nothing to calibrate"
+        raise ModelError(f"{distilled}: {so}")
     _check_inputs(network, settings["_class_name"])
     labelled = ("num_class_embeds", "num_embeds_ada_norm", "class_embed_type")
     conditional = any(settings.get(key) for key in labelled)
@@ -115,18 +111,14 @@ def _check_inputs(network: nn.Module, name: str) -> None:
     parameters = list(inspect.signature(unwrapped(network).forward).parameters.values())
     second = parameters[1].name if len(parameters) > 1 else "missing"
     if second not in _TIME_NAMES:
-        raise ModelError(
-            f"{name} cannot be called as network(x_t, t): its second argument is {second}, not the time. "
-            "Wrap it in a trueup.Denoiser whose `call` knows its arguments"
-        )
+        problem = f"cannot be called as network(x_t, t): its second argument is {second}, not the time"
+        raise ModelError(f"{name} {problem}. Wrap it in a trueup.Denoiser whose `call` knows its arguments")
     required = {p.name for p in parameters[2:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
     needed = (required | {"encoder_hidden_states"}) - {"class_labels"}  # text is optional in name only
     more = [p.name for p in parameters if p.name in needed]
     if more:
-        raise ModelError(
-            f"{name} takes more than a sample, a time and a label ({', '.join(more)}): wrap it in a "
-            "trueup.Denoiser whose `call` passes them"
-        )
+        problem = f"{name} takes more than a sample, a time and a label ({', '.join(more)})"
+        raise ModelError(f"{problem}: wrap it in a trueup.Denoiser whose `call` passes them")
 
 
 def _sample_shape(config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -134,10 +126,9 @@ def _sample_shape(config: Mapping[str, Any]) -> tuple[int, ...]:
     if size is None or channels is None:
         raise ModelError(f"{name} does not state its sample size: wrap it in a trueup.Denoiser with shape=")
     if config.get("out_channels") not in (None, channels, 2 * channels):
-        raise ModelError(
-            f"{name} takes {channels} channels and returns {config['out_channels']}: "
-            "the others are a condition. Wrap it in a trueup.Denoiser whose `call` passes them"
-        )
+        problem = f"{name} takes {channels} channels and returns {config['out_channels']}"
+        advice = "Wrap it in a trueup.Denoiser whose `call` passes them"
+        raise ModelError(f"{problem}: the others are a condition. {advice}")
     axes = 1 if name == "UNet1DModel" else 2
     return (int(channels), *((size,) * axes if isinstance(size, int) else size))
 
@@ -172,10 +163,8 @@ def _scheduler_config(scheduler: Any) -> dict[str, Any]:
 
 def _load(path: Path) -> tuple[nn.Module, dict[str, Any] | None, Any]:
     if not path.is_dir():
-        raise ModelError(
-            f"{path} is not a directory: expected what save_pretrained writes (a name on the Hub must be "
-            "downloaded first)"
-        )
+        expected = "what save_pretrained writes (a name on the Hub must be downloaded first)"
+        raise ModelError(f"{path} is not a directory: expected {expected}")
     if (path / "model_index.json").exists():
         index = read_json(path / "model_index.json")
         component = next((n for n in _NETWORKS if names(index, n)), None)

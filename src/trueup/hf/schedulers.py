@@ -65,9 +65,8 @@ def make_scheduler(name: str, denoiser: Denoiser) -> tuple[Any, bool]:
             return scheduler, True
     scheduler = _set_up(name, made, _config(kind, denoiser) | settings, denoiser)
     if not fits or not _same_levels(scheduler_process(scheduler)[0], denoiser.process):
-        raise MismatchError(
-            f"{name} does not step through the noise of this network ({denoiser.process.kind})"
-        )
+        noise = f"the noise of this network ({denoiser.process.kind})"
+        raise MismatchError(f"{name} does not step through {noise}")
     return scheduler, False
 
 
@@ -82,9 +81,8 @@ def _same_levels(scheduled: NoiseProcess, process: NoiseProcess) -> bool:
 def _set_up(name: str, made: Any, config: dict[str, Any], denoiser: Denoiser) -> Any:
     kind = made.__name__
     known = inspect.signature(made).parameters
-    changes: dict[str, Any] = {
-        "prediction_type": _PREDICTION_TYPES.get(denoiser.parametrization.name, "epsilon")
-    }
+    predicted = _PREDICTION_TYPES.get(denoiser.parametrization.name, "epsilon")
+    changes: dict[str, Any] = {"prediction_type": predicted}
     if kind not in LEARNED_VARIANCE:
         config.pop("variance_type", None)  # they are handed the mean alone
     if denoiser.process.kind == "flow":
@@ -92,7 +90,7 @@ def _set_up(name: str, made: Any, config: dict[str, Any], denoiser: Denoiser) ->
         if "use_flow_sigmas" in known:
             changes |= {"use_flow_sigmas": True, "flow_shift": config.get("shift") or 1.0}
         changes["prediction_type"] = "flow_prediction"
-    elif changes["prediction_type"] == "sample" and kind.startswith(_WITHOUT_DATA):
+    elif predicted == "sample" and kind.startswith(_WITHOUT_DATA):
         changes["prediction_type"] = "epsilon"
     config.pop("_use_default_values", None)  # or from_config drops what was a default of the model's own
     try:

@@ -33,10 +33,8 @@ def schedule(config: Mapping[str, Any]) -> tuple[processes.NoiseProcess, Paramet
     """Read a scheduler's config: the noise the network was trained on, and what it predicts."""
     name = str(config.get("_class_name", ""))
     if name in _DISTILLED:
-        raise ModelError(
-            f"{name} belongs to {_DISTILLED[name]}: its outputs are not conditional expectations, so their "
-            "average error need not be zero and there is nothing to calibrate"
-        )
+        outputs = "its outputs are not conditional expectations, so their average error need not be zero"
+        raise ModelError(f"{name} belongs to {_DISTILLED[name]}: {outputs} and there is nothing to calibrate")
     try:
         return _schedule(name, config)
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -55,10 +53,9 @@ def _schedule(name: str, config: Mapping[str, Any]) -> tuple[processes.NoiseProc
     steps = int(config.get("num_train_timesteps", 1000))
     if name.startswith("FlowMatch"):
         if config.get("invert_sigmas"):
-            raise ModelError(
-                f"{name} with invert_sigmas counts time backwards: describe it with "
-                'Denoiser(net, process.Flow(), "reversed_flow", shape, call=lambda x_t, t: net(x_t, 1 - t))'
-            )
+            by_hand = 'process.Flow(), "reversed_flow", shape, call=lambda x_t, t: net(x_t, 1 - t)'
+            backwards = "with invert_sigmas counts time backwards"
+            raise ModelError(f"{name} {backwards}: describe it with Denoiser(net, {by_hand})")
         return processes.Flow(time_scale=float(steps)), Parametrization("flow")
     if name.startswith("EDM"):
         sigma_data = float(config.get("sigma_data", 0.5))
@@ -75,10 +72,8 @@ def _schedule(name: str, config: Mapping[str, Any]) -> tuple[processes.NoiseProc
             raise ModelError(f"{name} with use_flow_sigmas has no meaning for a {kind!r} prediction")
         return processes.Flow(time_scale=float(steps)), Parametrization(_PREDICTIONS[kind])
     if config.get("beta_schedule") is None and config.get("trained_betas") is None:
-        raise ModelError(
-            f"the config of {name or 'the scheduler'} names no beta_schedule, so what noise it puts at which "
-            "time is not known: pass process= and prediction="
-        )
+        unknown = "so what noise it puts at which time is not known: pass process= and prediction="
+        raise ModelError(f"the config of {name or 'the scheduler'} names no beta_schedule, {unknown}")
     process = processes.DiscreteVP(_alphas_cumprod(config, steps))
     if config.get("timestep_type") == "continuous" and kind == "v_prediction":
         # Euler's: the network receives ln(sigma)/4, and sigma has a range of its own.
@@ -98,17 +93,14 @@ def _alphas_cumprod(config: Mapping[str, Any], steps: int) -> torch.Tensor:
         if config.get("beta_start") is None or config.get("beta_end") is None:
             raise ModelError(f"a {name} beta schedule needs beta_start and beta_end; the config has not both")
         start, end = float(config["beta_start"]), float(config["beta_end"])
-        if name == "linear":
-            process = processes.DiscreteVP.linear(start, end, steps)
-        elif name == "scaled_linear":
-            process = processes.DiscreteVP.scaled_linear(start, end, steps)
-        else:
+        if name == "sigmoid":
             ramp = torch.sigmoid(torch.linspace(-6, 6, steps, dtype=torch.float64))
             process = processes.DiscreteVP.from_betas(ramp * (end - start) + start)
+        else:
+            process = getattr(processes.DiscreteVP, name)(start, end, steps)
     else:
-        raise ModelError(
-            f"unknown beta schedule {name!r}; pass process=trueup.process.DiscreteVP(alphas_cumprod)"
-        )
+        advice = "pass process=trueup.process.DiscreteVP(alphas_cumprod)"
+        raise ModelError(f"unknown beta schedule {name!r}; {advice}")
     shift = float(config.get("snr_shift_scale") or 1.0)  # CogVideoX
     alphas_cumprod = process.alphas_cumprod / (shift + (1.0 - shift) * process.alphas_cumprod)
     if not config.get("rescale_betas_zero_snr"):

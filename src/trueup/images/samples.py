@@ -197,10 +197,8 @@ class Samples:
                 yield index, self.source[index]
             return
         if not all(index + self.images.offset in skip for index in self._gone):
-            raise DataError(
-                f"{self.name} can be read only once, and {len(self._gone)} samples of it are gone: "
-                "pass a list or a dataset instead"
-            )
+            gone = f"{self.name} can be read only once, and {len(self._gone)} samples of it are gone"
+            raise DataError(f"{gone}: pass a list or a dataset instead")
         yield from enumerate(self._unbatched()) if self._once is None else self._once
 
     @cached_property
@@ -297,10 +295,8 @@ class Samples:
     def _note_depth(self, eight_bit: bool, where: str) -> None:
         if self.eight_bit is not None and self.eight_bit != eight_bit:
             kinds = ("floating point", "8-bit")
-            raise DataError(
-                f"{where} is {kinds[eight_bit]}, the samples before it are {kinds[not eight_bit]}: "
-                "a likelihood is that of one or of the other"
-            )
+            text = f"{where} is {kinds[eight_bit]}, the samples before it are {kinds[not eight_bit]}"
+            raise DataError(f"{text}: a likelihood is that of one or of the other")
         self.eight_bit = eight_bit
 
     def _resize(self, array: Tensor, shape: tuple[int, ...], where: str) -> Tensor:
@@ -361,19 +357,15 @@ class Samples:
         if self.images.data_range is None:
             self.signed = self.signed or least < low / 2
             if low < 0 and not self.signed and least >= 0 and most <= high:
-                raise DataError(
-                    f"{where} is floating point with no value below 0, and the model takes {low:g}..{high:g}",
-                    "pass {}, or {} if that is how it is meant",
-                    Argument("data_range", (0, 1)),
-                    Argument("data_range", (low, high)),
+                text = (
+                    f"{where} is floating point with no value below 0, and the model takes {low:g}..{high:g}"
                 )
+                ranges = Argument("data_range", (0, 1)), Argument("data_range", (low, high))
+                raise DataError(text, "pass {}, or {} if that is how it is meant", *ranges)
         if least < low - slack or most > high + slack:
-            raise DataError(
-                f"{where} spans {least:.3g}..{most:.3g}, outside {low:g}..{high:g}",
-                "say what range it is in with {}; data that are no pictures (latents, fields) take a "
-                "Denoiser with data_range=None",
-                Argument("data_range"),
-            )
+            text = f"{where} spans {least:.3g}..{most:.3g}, outside {low:g}..{high:g}"
+            others = "data that are no pictures (latents, fields) take a Denoiser with data_range=None"
+            raise DataError(text, f"say what range it is in with {{}}; {others}", Argument("data_range"))
 
 
 def _digest(content: bytes) -> int:

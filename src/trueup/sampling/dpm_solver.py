@@ -110,9 +110,8 @@ class DPMSolver(Solver):
         """
         start, end = torch.tensor(process.t_max, dtype=torch.float64), self.end_time(process, nfe)
         orders = self.orders(nfe)
-        weights = [1] * len(orders)
-        if self.grid != "logsnr" and self.allocation == "fast":  # as published: even over evaluations
-            weights = orders
+        over_evaluations = self.grid != "logsnr" and self.allocation == "fast"  # as published
+        weights = orders if over_evaluations else [1] * len(orders)
         edges = between(self.grid, process, start, end, sum(weights))[torch.tensor([0, *weights]).cumsum(0)]
         runs, done = [], 0
         for order, same in groupby(orders):

@@ -20,20 +20,16 @@ class Solver(Protocol):
     @property
     def name(self) -> str:
         """What it is called."""
-        ...
 
     @property
     def adaptive(self) -> bool:
         """Whether it chooses its own steps, and needs no number of evaluations."""
-        ...
 
     def evaluations(self, nfe: int | None, denoiser: Denoiser, y: Any = None) -> int | None:
         """How many evaluations it makes of the `nfe` it may; None if it decides on the way."""
-        ...
 
     def settings(self) -> dict[str, Any]:
         """What tells it apart from other solvers, as plain values."""
-        ...
 
     def budget(self, nfe: int) -> int:
         """The number of evaluations its steps depend on."""
@@ -45,7 +41,6 @@ class Solver(Protocol):
 
     def solve(self, network: Network, noise: Tensor, nfe: int | None, adjust: Adjust | None = None) -> Tensor:
         """From noise (B, *shape) to samples; adjust(i, state) may change state i, of those in `states`."""
-        ...
 
 
 Make = Callable[[Denoiser], Solver]

@@ -169,9 +169,8 @@ class Kept:
                 break
             part = self._read(name)
             if parts and part.keys() != parts[0].keys():
-                raise TrueupError(
-                    f"the files in {self.folder} hold different things: delete it to start over"
-                )
+                other = "hold different things: delete it to start over"
+                raise TrueupError(f"the files in {self.folder} {other}")
             parts.append({name: tensor[covered - first :] for name, tensor in part.items()})
             covered = last
         if covered < count:

@@ -65,9 +65,8 @@ class Drift:
         edges = [0.0, *self.bands.edges, math.inf]
         low, high = edges[band], min(edges[band + 1], math.sqrt(len(self.bands.spatial)) * (longest - 1))
         long, short = f"{2 * longest / max(low, 1.0):.3g}", f"{2 * longest / high:.3g}"
-        return (
-            f"a wavelength of {long} pixels" if long == short else f"wavelengths of {long} to {short} pixels"
-        )
+        waves = f"a wavelength of {long}" if long == short else f"wavelengths of {long} to {short}"
+        return f"{waves} pixels"
 
     def summary(self, *, plain: bool = False) -> str:
         """A row per state: the miss, the spread in low, middle and high bands, and where it lies."""
@@ -98,9 +97,8 @@ class Drift:
             "mean: that of the mean in standard deviations; std: standard deviation over what it should be",
         ]
         if self.generated:
-            lines.append(
-                "the moments are those of the model's own samples: what these have wrong counts as right"
-            )
+            own = "the moments are those of the model's own samples"
+            lines.append(f"{own}: what these have wrong counts as right")
         text = "\n".join([*lines, f"verdict: {self.verdict()}"])
         return text.replace("±", "+-") if plain else text
 
@@ -113,15 +111,9 @@ class Drift:
             bands |= {"std_ratio": miss.ratio, "std_ratio_se": miss.ratio_se}
             total = dict(zip(("miss", "miss_se"), self.total(i), strict=True))
             states.append({**state, **total, **{name: value.tolist() for name, value in bands.items()}})
-        return {
-            "verdict": self.verdict(),
-            "sampler": self.sampler.as_json(),
-            "trajectories": self.trajectories,
-            "data_images": self.data_images,
-            "generated": self.generated,
-            "band_edges": list(self.bands.edges),
-            "states": states,
-        }
+        found = {"verdict": self.verdict(), "sampler": self.sampler.as_json()}
+        found |= {name: getattr(self, name) for name in ("trajectories", "data_images", "generated")}
+        return {**found, "band_edges": list(self.bands.edges), "states": states}
 
 
 def _shade(value: float, top: float, shades: str) -> str:
