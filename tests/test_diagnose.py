@@ -208,6 +208,8 @@ def test_python_refuses_misuse_too(ema):
     """Offered a calibration before: only the command line looked."""
     wrong = used(ema.network, parametrization="velocity")
     images = Images(BUNDLED / "images.npy", count=32)
-    with pytest.raises(ModelError, match=r"fit a noise prediction.*prediction='noise' \(or pass trust=True"):
+    with pytest.raises(
+        ModelError, match=r'fit a noise prediction.*Denoiser\(..., "noise", ...\) \(or pass trust=True'
+    ):
         trueup.calibrate(wrong, images, levels=[500], progress=False)
     trueup.calibrate(wrong, images, levels=[500], trust=True, progress=False)
