@@ -612,5 +612,5 @@ def test_a_network_that_wants_its_arguments_otherwise_is_told_of_call():
     swapped = nn.Conv2d(1, 1, 3, padding=1)
     for network in (lambda x: x, lambda t, x: swapped(x)):
         denoiser = Denoiser(network, DiscreteVP.linear(), "noise", (1, 4, 4))
-        with pytest.raises(ModelError, match=r"could not be called as network\(x_t, t\).*call=lambda"):
+        with pytest.raises(ModelError, match=r"cannot call the network as network\(x_t, t\).*call=lambda"):
             denoiser.eps(torch.zeros(2, 1, 4, 4), 5)

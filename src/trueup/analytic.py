@@ -52,8 +52,7 @@ class _Ideal:
             if distortion is None:
                 return kind.target(x0, eps, alpha, sigma)
             lam = process.lam(times).reshape(-1, *[1] * (x_t.ndim - 1)).to(x_t)
-            eps = eps + distortion(eps, x_t / sigma, lam)
-            return kind.from_eps(eps, x_t, alpha, sigma)
+            return kind.from_eps(eps + distortion(eps, x_t / sigma, lam), x_t, alpha, sigma)
 
         how: dict[str, Any] = {"data_range": self.data_range, "conditional": self.conditional}
         how |= {"device": device, "dtype": dtype, "description": "an exact denoiser"}
@@ -145,12 +144,11 @@ class KernelDensity(_Ideal):
     ) -> KernelDensity:
         """Of `Images`, or anything that holds some."""
         read = Samples(data, shape, model_range)
-        batches = list(read.batches(256))
-        if not batches:
+        if not (batches := list(read.batches(256))):
             raise TrueupError(f"{read.name} holds no samples")
         labels = [batch.y for batch in batches if batch.y is not None]
-        x0 = torch.cat([batch.x0 for batch in batches])
-        found = cls(x0, torch.cat(labels) if len(labels) == len(batches) else None)
+        y = torch.cat(labels) if len(labels) == len(batches) else None
+        found = cls(torch.cat([batch.x0 for batch in batches]), y)
         found.data_range = model_range
         return found
 
@@ -166,8 +164,7 @@ class KernelDensity(_Ideal):
 
         Distances are computed in float64: at low noise they are small differences of large numbers.
         """
-        flat = self._on(x_t.device)  # (N, D)
-        x = x_t.flatten(1).double()
+        flat, x = self._on(x_t.device), x_t.flatten(1).double()  # (N, D) and (B, D)
         a, s = (v.to(x)[:, None] for v in (alpha, sigma))
         # |x - alpha x0|^2 less |x|^2, which all samples share
         logits = -0.5 * (a**2 * flat.square().sum(1) - 2 * a * (x @ flat.T)) / s**2

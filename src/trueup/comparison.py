@@ -93,8 +93,7 @@ class Comparison:
         lines.append(f"{seen_by}; {data}. Intervals are over which samples were drawn.")
         spent = ", ".join(f"{number:,} for {what}" for what, number in self.evaluations.items())
         lines.append(f"evaluations of the network: {spent}")
-        lines += [f"note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 def _loss_line(loss: Objectives) -> str:

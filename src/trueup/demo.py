@@ -50,9 +50,8 @@ def run(out: Path, kept: Path, *, seed: int = 0, device: str = "cpu", progress: 
     rows: list[tuple[str, Denoiser, Calibration | None]] = [
         ("uncalibrated", raw, None),
         ("shift", raw, shift),
-        ("spectral", raw, spectral),
-        ("EMA weights", ema, None),
     ]
+    rows += [("spectral", raw, spectral), ("EMA weights", ema, None)]
     ddim = diffusers.DDIMScheduler(clip_sample=False)  # clipping hides what the weights do
     drawn = {
         name: sample(net, SAMPLES, solver=ddim, nfe=STEPS, calibration=used, seed=seed, progress=progress)

@@ -22,9 +22,7 @@ class Argument(NamedTuple):
     said: str | None = None  # in Python, where that is another argument
 
     def __str__(self) -> str:
-        if self.said is not None:
-            return self.said
-        return self.name if self.value is ... else f"{self.name}={self.value!r}"
+        return self.said or (self.name if self.value is ... else f"{self.name}={self.value!r}")
 
     def option(self) -> str:
         """As it is typed."""

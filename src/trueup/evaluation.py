@@ -174,8 +174,7 @@ def build_reference(
         with Progress(samples.expected(), "features of the data", unit="image", show=progress) as bar:
             for batch in samples.batches(_AT_ONCE):
                 if autoencoder is not None:
-                    encoded = tuple(batch.x0.shape[1:]) == denoiser.shape
-                    of = "decoded latents" if encoded else "pictures"
+                    of = "decoded latents" if tuple(batch.x0.shape[1:]) == denoiser.shape else "pictures"
                 as_read = latent and of == "pictures"
                 yield pictures(batch.x0, (-1.0, 1.0)) if as_read else to_images(batch.x0)
                 digest = (digest + int(batch.digests.sum())) & ((1 << 64) - 1)

@@ -124,11 +124,8 @@ _FLAG: dict[str, Any] = {"action": "store_true"}
 _FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 _LIST: dict[str, Any] = {"type": typed.solvers, "metavar": "A,B,.."}
 _COUNT: dict[str, Any] = {"type": typed.positive, "metavar": "N"}
-_FIGURE: dict[str, Any] = {
-    "type": typed.picture,
-    "metavar": "FILE",
-    "help": "draw the size of the mean residual over time, the paper's figure 1 (.png, .svg or .pdf)",
-}
+_CURVES = "draw the size of the mean residual over time, the paper's figure 1 (.png, .svg or .pdf)"
+_FIGURE: dict[str, Any] = {"type": typed.picture, "metavar": "FILE", "help": _CURVES}
 _DEVICES = ("auto", "cpu", "cuda", "mps")
 _SOLVERS = f"{', '.join(NAMES)}, {OR_A_CLASS}"
 _DEFAULT = f"{_SOLVERS} (default: dpm-solver-3)"
@@ -185,9 +182,8 @@ def parser() -> _Parser:
     _add_data(evaluate, images=10000)
     measures = evaluate.add_argument_group("measures")
     known = "efficientnet (default), inception, pixels, or package.module:name"
-    measures.add_argument(
-        "--features", type=typed.features, default="efficientnet", metavar="NAME", help=known
-    )
+    named: dict[str, Any] = {"type": typed.features, "metavar": "NAME"}
+    measures.add_argument("--features", **named, default="efficientnet", help=known)
     measures.add_argument("--weights", **_FILE, help="of inception, where it cannot be downloaded")
     measures.add_argument("--reference", **_FILE, help="instead of --data, saved before")
     measures.add_argument("--save-reference", **_FILE, help="keep the data's statistics")

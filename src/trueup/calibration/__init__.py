@@ -6,16 +6,5 @@ from trueup.calibration.correction import Correction
 from trueup.calibration.evidence import Evidence
 from trueup.calibration.trajectory import Sampler, States, Trajectory
 
-__all__ = [
-    "Attachment",
-    "Calibration",
-    "Correction",
-    "Evidence",
-    "Sampler",
-    "States",
-    "Trajectory",
-    "as_calibration",
-    "attach",
-    "detach",
-    "load",
-]
+__all__ = ["Attachment", "Calibration", "Correction", "Evidence", "Sampler", "States"]
+__all__ += ["Trajectory", "as_calibration", "attach", "detach", "load"]

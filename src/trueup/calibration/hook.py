@@ -28,8 +28,7 @@ class _Tables(NamedTuple):
 
     boundaries: Tensor  # between neighbouring nodes
     whole_boundaries: Tensor  # the same for whole times
-    knots: Tensor  # (N, 6) at each node: the level before, the shares of it and the next, three factors;
-    # where only a constant is corrected (N, R), the weights of all levels: one product is one launch
+    knots: Tensor  # (N, 6): the level before, shares of it and the next, three factors; or (N, R) all weights
     constant: Tensor  # (R, C * box) in the DCT, or (R, C * pixels) where nothing else is corrected
     slopes: Tensor  # (R, C * 2 * bands), a and d
     bands: Tensor  # (box,) each coefficient's band
@@ -129,21 +128,17 @@ class CorrectOutput:
             node = bisect_left(self.boundary_list, float(t))
             return slice(node, node + 1)
         elif t.device.type == "cpu" and t.numel():  # others are not waited for
-            self._check(float(t.min()))
-            self._check(float(t.max()))
+            self._check(*map(float, t.aminmax()))
         boundaries = tables.whole_boundaries if t.dtype == torch.int64 else tables.boundaries
         times = t.to(boundaries, non_blocking=True).reshape(-1).contiguous()
         if times.numel() not in (1, batch):
             raise AttachError(f"got {times.numel()} times for a batch of {batch}")
         return torch.bucketize(times, boundaries)
 
-    def _check(self, t: float) -> None:
-        if not self.span[0] <= t <= self.span[1]:
-            process = self.calibration.process
-            raise AttachError(
-                f"the network was called at t = {t:g}, as its process counts it, which goes from "
-                f"{process.t_min:g} to {process.t_max:g}: is it told the times it was calibrated with?"
-            )
+    def _check(self, *times: float) -> None:
+        for t in (t for t in times if not self.span[0] <= t <= self.span[1]):
+            ends = f"from {self.calibration.process.t_min:g} to {self.calibration.process.t_max:g}"
+            raise AttachError(f"the network was called at t = {t:g} of a process {ends}: is its time right?")
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Make the tables for a network's outputs now: before anyone compiles it, say."""

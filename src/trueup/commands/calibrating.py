@@ -42,7 +42,7 @@ def calibrate(options: argparse.Namespace) -> int:
         moments = _measure(denoiser, options, run)
         calibration = fit(moments, family=options.family, estimator=options.estimator)
         more["skipped"] = moments.skipped
-    calibration = _add_samplers(denoiser, calibration, solvers, options, run)
+    calibration = _add_samplers(denoiser, calibration, solvers, options)
     calibration.save(output)
     (run / _PARTLY).unlink(missing_ok=True)
     if run.is_dir() and not any(run.iterdir()):
@@ -76,14 +76,10 @@ def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) 
 
 
 def _add_samplers(
-    denoiser: Denoiser,
-    calibration: Calibration,
-    solvers: list[tuple[Any, int]],
-    options: argparse.Namespace,
-    run: Path,
+    denoiser: Denoiser, calibration: Calibration, solvers: list[tuple[Any, int]], options: argparse.Namespace
 ) -> Calibration:
     """The calibration with a trajectory for every sampler; those finished before an interruption are kept."""
-    partly = run / _PARTLY
+    partly = options.run / _PARTLY
     made = _finished(partly, calibration, options)
     asked = [sampler_of(solver, nfe, options.guidance) for solver, nfe in solvers]
     for sampler, (solver, nfe) in zip(asked, solvers, strict=True):
@@ -91,7 +87,7 @@ def _add_samplers(
             calibrated = calibrate_sampler(denoiser, calibration, solver=solver, nfe=nfe, **_walk(options))
             made.append(calibrated.trajectories[-1])
             if len(solvers) > 1:
-                run.mkdir(parents=True, exist_ok=True)
+                options.run.mkdir(parents=True, exist_ok=True)
                 replace(calibration, trajectories=tuple(made)).save(partly)
     made = [trajectory for trajectory in made if any(not trajectory.sampler.differences(s) for s in asked)]
     kept = [old for old in calibration.trajectories if find(made, old.sampler) is None]
@@ -176,10 +172,11 @@ def _check_samplers(options: argparse.Namespace) -> int:
 
 def _look_for_mistakes(denoiser: Denoiser, options: argparse.Namespace) -> str | None:
     """The likeliest way in which the model is used wrongly, or None."""
-    problem = shared.diagnosed(
-        options, look, denoiser, open_images(shared.images_of(options), denoiser)
-    ).problem
-    return None if problem is None else problem.phrased(Argument.option)
+    say(options, "looking for the usual mistakes")
+    found = look(denoiser, open_images(shared.images_of(options), denoiser))
+    for hint in found.hints:
+        say(options, f"note: {hint}")
+    return None if found.problem is None else found.problem.phrased(Argument.option)
 
 
 def inspect(options: argparse.Namespace) -> int:

@@ -6,7 +6,6 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from trueup.calibration import Attachment, Calibration, load
 from trueup.denoiser import Denoiser
 from trueup.errors import ModelError
-from trueup.estimate.diagnose import Diagnosis
 from trueup.files import printable, write
 from trueup.hf import as_denoiser
 from trueup.images import Images
@@ -86,15 +84,6 @@ def show(options: argparse.Namespace, values: dict[str, Any], text: str) -> None
         return
     text = "\n".join(map(printable, text.split("\n")))  # some lines name files
     print(text.replace("±", "+-") if plain_output() else text, flush=True)
-
-
-def diagnosed(options: argparse.Namespace, by: Callable[..., Diagnosis], *how: Any) -> Diagnosis:
-    """What `look` or `check_use` says of a denoiser and images, its hints for people to read."""
-    say(options, "looking for the usual mistakes")
-    found = by(*how)
-    for hint in found.hints:
-        say(options, f"note: {hint}")
-    return found
 
 
 def run_directory(options: argparse.Namespace) -> Path | None:

@@ -225,11 +225,8 @@ class Denoiser:
             unlike = not isinstance(error, (TypeError, RuntimeError)) or out_of_memory(error)
             if self._answered or unlike or (self.conditional and y is None):
                 raise
-            called = "network(x_t, t, y)" if self.conditional else "network(x_t, t)"
-            raise ModelError(
-                f"the network could not be called as {called} ({line(error)}): if it takes its arguments "
-                "otherwise, say how with call=lambda x_t, t: ..."
-            ) from error
+            problem = f"cannot call the network as network(x_t, t{', y' * self.conditional}) ({line(error)})"
+            raise ModelError(problem, "say how it takes its arguments: call=lambda x_t, t: ...") from error
         self._answered = True
         channels = self.shape[0]
         if output.shape not in [(len(x_t), c, *x_t.shape[2:]) for c in (channels, 2 * channels)]:

@@ -62,10 +62,8 @@ class Exact:
         """Negative log-likelihoods in nats, (B,), under the network as it is now, and what they cost."""
         denoiser, on = self.denoiser, batch.to(self.denoiser.device)
         if denoiser.takes_whole_times_only(on.y):
-            problem = (
-                "the probability flow needs times between the timesteps, and this network knows whole ones"
-            )
-            raise ModelError(f"{problem} only: use the bound")
+            problem = "the probability flow needs times between the timesteps"
+            raise ModelError(f"{problem}, and this network knows whole ones only: use the bound")
         probes = self.divergence.vectors(batch.index, denoiser.shape, denoiser.device)
         y, constant = self._start(on, eight_bit)
         try:
@@ -79,10 +77,8 @@ class Exact:
             if math.isnan(best):
                 raise ModelError(f"the network returned values that are not finite {where}") from None
             advice = f"ask for {best:.1g} or more" if best < 0.1 else "use the bound"
-            reached = f"{where} the best reached in steps worth taking is {best:.1g}"
-            raise ModelError(
-                f"a tolerance of {self.tolerance:g} cannot be met: {reached}: {advice}"
-            ) from None
+            problem = f"a tolerance of {self.tolerance:g} cannot be met: {where} the best reached in steps"
+            raise ModelError(f"{problem} worth taking is {best:.1g}: {advice}") from None
         made = made + float(eight_bit and self.start == "noise")  # the decoder's
         found = {"total": constant - log_density + decoded, "bias": bias, "evaluations": made}
         return {name: values.cpu().double() for name, values in found.items()}
@@ -111,8 +107,7 @@ class Exact:
         if eight_bit:
             assert denoiser.data_range is not None
             width = (denoiser.data_range[1] - denoiser.data_range[0]) / 255
-            uniform = torch.special.ndtr(noise(mix(self.seed) >> 2 | 1))
-            x0 = x0 + width * (uniform - 0.5)
+            x0 = x0 + width * (torch.special.ndtr(noise(mix(self.seed) >> 2 | 1)) - 0.5)
             constant -= size * math.log(width)
         return x0 * (alpha / rho), constant
 

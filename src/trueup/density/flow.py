@@ -45,8 +45,7 @@ class Divergence:
         """Each sample's probes, (probes, B, *shape); they stay the same along its path."""
         if self.kind == "exact":
             return None
-        keys = torch.arange(self.probes) + _PROBE_KEY
-        z = normals(self.seed, index, keys, shape, device)
+        z = normals(self.seed, index, torch.arange(self.probes) + _PROBE_KEY, shape, device)
         return z.sign() + (z == 0) if self.kind == "rademacher" else z
 
 
@@ -102,8 +101,7 @@ def follow(
     With it the bias of starting there (first order: -log p of clean data less that at t_min), and the
     evaluations it took.
     """
-    process, shape = denoiser.process, denoiser.shape
-    size = math.prod(shape)
+    process, shape, size = denoiser.process, denoiser.shape, math.prod(denoiser.shape)
     ends = process.lam(torch.tensor([process.t_min, process.t_max], dtype=torch.float64))
     seen: list[Tensor] = []
 
@@ -115,8 +113,7 @@ def follow(
             output = denoiser.predict(x_t, t, label)
             if not output.requires_grad:  # what follows would hide it
                 return output
-            alpha, sigma = process.scales(t, output)
-            return denoiser.parametrization.to_eps(output, x_t.to(output), alpha, sigma)
+            return denoiser.parametrization.to_eps(output, x_t.to(output), *process.scales(t, output))
 
         x_t = as_fed(denoiser, (flat * scale[:, None]).reshape(-1, *shape))
         eps, spread = with_divergence(eps_of, x_t, None if probes is None else probes[:, rows])
@@ -124,13 +121,11 @@ def follow(
         if not seen:
             # log p_tmin - log p_0, to first order in the noise's variance: the heat equation (49).
             seen.append(0.5 * (eps.square().sum(1) - share * spread))
-        slope = share[:, None] * (share[:, None] * flat - eps)
-        return slope, share * (share * size - spread) / size
+        return share[:, None] * (share[:, None] * flat - eps), share * (share * size - spread) / size
 
     top, bottom = ends.tolist()
     x, extra, evaluations = solve(field, y.flatten(1).double(), top, bottom, tolerance, advance)
-    _, scales, _ = coordinates(process, ends)
-    std = process.prior_std / float(scales[1])
+    std = process.prior_std / float(coordinates(process, ends)[1][1])
     at_prior = -0.5 * ((x / std).square().sum(1) + size * math.log(2 * math.pi * std**2))
     return at_prior + size * extra, seen[0], evaluations
 

@@ -36,6 +36,7 @@ _MOST = 4000  # steps of a row, rejected ones included; networks take 10 to 50
 
 # (x (B, d), time (B,), rows (B,)) -> (dx, dextra)
 Field = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Advance = Callable[[Tensor], None]  # told how far along each row is, 0 to 1
 
 
 class Failure(Exception):
@@ -46,12 +47,7 @@ class Failure(Exception):
 
 
 def solve(
-    field: Field,
-    x: Tensor,
-    start: float,
-    end: float,
-    tolerance: float,
-    advance: Callable[[Tensor], None] | None = None,
+    field: Field, x: Tensor, start: float, end: float, tolerance: float, advance: Advance | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Integrate (x, extra) from `start` to `end`, extra from 0, to a relative and absolute tolerance.
 
@@ -64,14 +60,14 @@ def solve(
     >>> bool((x - math.exp(-1)).abs() < 1e-9), bool((extra - (1 - math.exp(-1))).abs() < 1e-9)
     (True, True)
     """
-    count, span, device = len(x), end - start, x.device
+    count, span = len(x), end - start
     z = torch.cat([x, x.new_zeros(count, 1)], 1)  # extra is one more column
     done = x.new_zeros(count)  # share of the interval
     h = torch.full_like(done, _FIRST)
     rejected = torch.zeros_like(done)  # steps worth taking that were not, and the log of their errors, summed
     missed = torch.zeros_like(done)
-    evaluations = torch.zeros(count, dtype=torch.int64, device=device)
-    rows = torch.arange(count, device=device)
+    rows = torch.arange(count, device=x.device)
+    evaluations = torch.zeros_like(rows)
 
     def slopes(z: Tensor, share: Tensor, rows: Tensor) -> Tensor:
         dx, de = field(z[:, :-1], start + span * share, rows)
@@ -111,8 +107,7 @@ def solve(
             typical = math.exp(float(missed[row] / rejected[row].clamp_min(1)))
             raise Failure(row, start + span * float(done[row]), typical)
         going = done[rows] < 1
-        first = torch.where(accepted[:, None], ks[-1], first)[going]
-        rows = rows[going]
+        first, rows = torch.where(accepted[:, None], ks[-1], first)[going], rows[going]
         if not len(rows):
             return z[:, :-1], z[:, -1], evaluations
     raise AssertionError("a row that is never stuck arrives")

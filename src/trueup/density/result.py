@@ -56,11 +56,11 @@ class Likelihood:
         shown = {"before": before}
         if after is not None:
             shown |= {"after": after, "difference": after - before}
-        return {name: Number.mean(self._units(self.bits_per_dim(nats))) for name, nats in shown.items()}
+        return {name: Number.mean(self._units(nats)) for name, nats in shown.items()}
 
-    def _units(self, values: Tensor) -> Tensor:
-        """What counts as one: an image's value, or the mean of a group."""
-        return group_means(values, self.group)
+    def _units(self, nats: Tensor) -> Tensor:
+        """Bits/dim of what counts as one: an image's value, or the mean of a group."""
+        return group_means(self.bits_per_dim(nats), self.group)
 
     def mean(self, after: bool = False) -> Number:
         """The mean in bits/dim."""
@@ -76,17 +76,14 @@ class Likelihood:
         """What starting at the least noise leaves out in bits/dim, before and after; see `start_bias`."""
         if self.start_bias is None:
             return None
-        return [
-            float(self._units(self.bits_per_dim(nats)).mean()) for nats in self.start_bias if nats is not None
-        ]
+        return [float(self._units(nats).mean()) for nats in self.start_bias if nats is not None]
 
     def agreement(self) -> str | None:
         """Whether the bound moved by what the calibration said it would (equation 26), in words."""
         if self.promised is None or "diffusion" not in self.terms:
             return None
-        measured = self.difference("diffusion")
-        assert measured is not None
-        said, found = self.promised.scaled(1 / (self.dimensions * math.log(2))), measured.scaled(-1)
+        said = self.promised.scaled(1 / (self.dimensions * math.log(2)))
+        found = self.numbers("diffusion")["difference"].scaled(-1)
         words = f"diffusion term: predicted gain {said.value:.2g} ± {said.reach:.1g}, found {found.value:.2g}"
         words += "" if math.isnan(found.reach) else f" ± {found.reach:.1g}"
         if len(self._units(self.before)) < _FEWEST:  # an interval of so few says little
@@ -110,8 +107,7 @@ class Likelihood:
             if len(found) > 1:
                 line += f" {_fixed(found['after']):>20}   {told(found['difference'])}"
             lines.append(line)
-        bias = self.bias()
-        if bias is not None:
+        if (bias := self.bias()) is not None:
             left_out = " and ".join(f"{value:+.4f}" for value in bias)
             start = "starting at the least noise the model knows instead of at none"
             lines.append(f"  {start}: {left_out} bits/dim left out, to first order")

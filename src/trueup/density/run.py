@@ -126,9 +126,8 @@ def _promise(calibration: Calibration | None) -> Number | None:
         return None
     process = calibration.process
     ends = process.lam(torch.tensor([process.t_min, process.t_max], dtype=torch.float64))
-    if not torch.allclose(ends, process.lam(calibration.t[[0, -1]]), atol=0.05):
-        return None
-    return calibration.evidence.bound_gain
+    of_all = torch.allclose(ends, process.lam(calibration.t[[0, -1]]), atol=0.05)
+    return calibration.evidence.bound_gain if of_all else None
 
 
 def _variance(denoiser: Denoiser, steps: int | None) -> str:
@@ -168,8 +167,7 @@ def _collect(sides: Sides, how: Bound | Exact, kept: Kept | None, progress: bool
             rest, eight_bit = batch.rows(slice(skip, None)), bool(samples.eight_bit)
             work = partial(_measure, sides, how, rest, eight_bit, bar)
             made, fitting = in_parts(work, len(rest), fitting)
-            rows = _joined(made)
-            rows["sample"], rows["digest"] = rest.index, _digests(rest)
+            rows = _joined(made) | {"sample": rest.index, "digest": _digests(rest)}
             rows["eight_bit"] = torch.full((len(rest),), float(eight_bit))
             if kept is not None:
                 kept.add(torch.arange(seen - len(rest), seen), **rows)
@@ -193,12 +191,10 @@ def _measure(
     for turn, side in enumerate(sides.names):
 
         def advance(share: Tensor, turn: int = turn) -> None:
-            shares = (turn * len(rows) + float(share.sum())) / len(sides.names)
-            bar.update(first + shares - bar.done)
+            bar.update(first + (turn * len(rows) + float(share.sum())) / len(sides.names) - bar.done)
 
         with sides.on(side):
-            made = how(rows, eight_bit, advance)
-        found |= {f"{name}_{side}": values for name, values in made.items()}
+            found |= {f"{name}_{side}": values for name, values in how(rows, eight_bit, advance).items()}
     return found
 
 
@@ -216,15 +212,13 @@ def _digests(batch: Batch) -> Tensor:
     """Of each image with its label."""
     if batch.y is None:
         return batch.digests
-    labels = batch.y.reshape(len(batch), -1).double().view(torch.int64)
-    return batch.digests ^ hashed(labels).sum(1)
+    return batch.digests ^ hashed(batch.y.reshape(len(batch), -1).double().view(torch.int64)).sum(1)
 
 
 def _check_same(digests: Tensor, batch: Batch, name: str, kept: Kept) -> None:
     """Raise if an image is not the one that was measured before."""
     same = _digests(batch)[: len(digests)] == digests
     if not same.all():
-        raise DataError(
-            f"sample {int(batch.index[: len(digests)][~same][0])} of {name} is not what it was when "
-            f"{kept.folder} was begun: put the images back, or use a new run directory"
-        )
+        which = f"sample {int(batch.index[: len(digests)][~same][0])} of {name}"
+        advice = "put the images back, or use a new run directory"
+        raise DataError(f"{which} is not what it was when {kept.folder} was begun: {advice}")

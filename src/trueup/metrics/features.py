@@ -90,9 +90,7 @@ class Pixels(Extractor):
 
     def __call__(self, images: Tensor) -> FeatureBatch:
         """The images' values as float32."""
-        pooled = images.to(self.device).flatten(1).float()
-        if images.dtype == torch.uint8:
-            pooled = pooled / 255
+        pooled = images.to(self.device).flatten(1).float() / (255 if images.dtype == torch.uint8 else 1)
         self.dimensions = pooled.shape[1]
         return FeatureBatch(pooled)
 

@@ -20,13 +20,10 @@ _STEP = 0.5  # of the quadrature in log t; its error falls as exp(-2 pi^2 / step
 
 def _too_few(generated: FeatureBatch, reference: Reference) -> list[str]:
     count, dimensions = generated.pooled.shape
+    so = f"images are fewer than the {dimensions:,} feature dimensions: the covariance is singular and the "
+    so += "Fréchet distance biased upward; compare it only at equal counts"
     counts = {"generated": count, "reference": reference.count}
-    return [
-        f"{count:,} {whose} images are fewer than the {dimensions:,} feature dimensions: the covariance is "
-        "singular and the Fréchet distance biased upward; compare it only at equal counts"
-        for whose, count in counts.items()
-        if count <= dimensions
-    ]
+    return [f"{count:,} {whose} {so}" for whose, count in counts.items() if count <= dimensions]
 
 
 @measure("frechet", "Fréchet distance", notes=_too_few)
@@ -55,8 +52,7 @@ def frechet_distance(mean_a: Tensor, cov_a: Tensor, mean_b: Tensor, cov_b: Tenso
         shapes = [tuple(x.shape) for x in (mean_a, mean_b, cov_a, cov_b)]
         raise DataError(f"means and covariances of shapes {shapes} do not belong together")
     root = factor(cov_a)
-    eigenvalues = torch.linalg.eigvalsh(root.T @ cov_b @ root)
-    return _distance(mean_a - mean_b, cov_a, cov_b, eigenvalues)
+    return _distance(mean_a - mean_b, cov_a, cov_b, torch.linalg.eigvalsh(root.T @ cov_b @ root))
 
 
 def frechet(features: Tensor, reference: GaussianStatistics) -> Number:

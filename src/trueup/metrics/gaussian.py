@@ -59,13 +59,12 @@ class GaussianStatistics:
             self._mean, self._scatter, self.count = other._mean, other._scatter.clone(), other.count
             return self
         if self._mean.shape != other._mean.shape:
-            both = f"{len(self._mean)} and {len(other._mean)}"
-            raise DataError(f"features of {both} dimensions cannot be put together")
+            both = f"{len(self._mean)} and {len(other._mean)} dimensions"
+            raise DataError(f"features of {both} cannot be put together")
         count, shift = self.count + other.count, other._mean - self._mean
         self._scatter += other._scatter  # in place: at 2048 dimensions every copy is 34 MB
         self._scatter.addr_(shift, shift, alpha=self.count * other.count / count)
-        self._mean = self._mean + shift * (other.count / count)
-        self.count = count
+        self._mean, self.count = self._mean + shift * (other.count / count), count
         return self
 
     @property

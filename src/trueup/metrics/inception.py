@@ -46,8 +46,7 @@ class Mixed(nn.Module):
 
     def __init__(self, inputs: int, branches: Sequence[Sequence[Layer]], pool: str, pooled: int = 0):
         super().__init__()
-        self.pool = pool
-        self.branches = [[name for name, *_ in branch] for branch in branches]
+        self.pool, self.branches = pool, [[name for name, *_ in branch] for branch in branches]
         for branch in branches:
             channels = inputs
             for name, outputs, kernel, stride in branch:
@@ -140,8 +139,7 @@ class InceptionNetwork(nn.Module):
 
     def forward(self, x: Tensor) -> FeatureBatch:
         """Pooled features, spatial features and logits of images (B, 3, 299, 299) in [-1, 1]."""
-        x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))
-        x = F.max_pool2d(x, 3, 2)
+        x = F.max_pool2d(self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x))), 3, 2)
         x = F.max_pool2d(self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(x)), 3, 2)
         x = self.Mixed_6a(self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(x))))
         x = self.Mixed_6d(self.Mixed_6c(self.Mixed_6b(x)))

@@ -33,9 +33,8 @@ def kernel_distance(reference: Tensor, generated: Tensor) -> Number:
     """
     check_pair(reference, generated, 2, "a kernel distance needs two images or more")
     reference, generated = reference.double(), generated.double()
-    within, theirs = _within(generated), _within(reference)
-    across = _kernel_sums(generated, reference) / len(reference)
-    value = float(within.mean() + theirs.mean() - 2 * across.mean())
+    within, across = _within(generated), _kernel_sums(generated, reference) / len(reference)
+    value = float(within.mean() + _within(reference).mean() - 2 * across.mean())
     witness = 2 * (within - across)
     return Number.influenced(value, witness - witness.mean())
 
@@ -47,8 +46,7 @@ def _within(rows: Tensor) -> Tensor:
 
 def _kernel_sums(a: Tensor, b: Tensor) -> Tensor:
     """Sum over b of k(a_i, b), (len(a),)."""
-    step = max(1, _ENTRIES // len(b))
-    return torch.cat([_kernel(rows @ b.T, a).sum(1) for rows in a.split(step)])
+    return torch.cat([_kernel(rows @ b.T, a).sum(1) for rows in a.split(max(1, _ENTRIES // len(b)))])
 
 
 def _kernel(products: Tensor, features: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ def load_features(
         raise TrueupError(f"weights can be given for inception only, not for {spec}")
     module, colon, attribute = NAMES.get(spec, spec).partition(":")
     if not (colon and module and attribute):
-        known = ", ".join(NAMES)
-        raise TrueupError(f"no features are called {spec!r}: use {known}, or package.module:attribute")
+        known = f"{', '.join(NAMES)}, or package.module:attribute"
+        raise TrueupError(f"no features are called {spec!r}: use {known}")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:

@@ -91,8 +91,7 @@ def _radii(rows: Tensor, groups: int, k: int) -> Tensor:
         nearest = [_smallest(columns, k) for columns in squares.tensor_split(groups, 1)]
         part[:, 0] = _smallest(torch.cat(nearest, 1), k)[:, -1]
         for group in range(groups if groups > 1 else 0):
-            others = nearest[:group] + nearest[group + 1 :]
-            part[:, 1 + group] = _smallest(torch.cat(others, 1), k)[:, -1]
+            part[:, 1 + group] = _smallest(torch.cat(nearest[:group] + nearest[group + 1 :], 1), k)[:, -1]
     for group, members in enumerate(radii.tensor_split(groups)):
         members[:, 1 + group] = -1.0
     return radii

@@ -67,11 +67,9 @@ def find_or_download(url: str, sha256: str, weights: str | PathLike[str] | None 
                     content += chunk
                     bar.update(len(chunk) / _CHUNK)
     except OSError as error:  # urllib's errors are among these
-        problem, advice = (
-            f"cannot download {url} to {path} ({line(error)})",
-            "fetch it elsewhere and put it there",
-        )
-        raise TrueupError(problem, f"{advice}, or say with {{}} where it is", Argument("weights")) from None
+        problem = f"cannot download {url} to {path} ({line(error)})"
+        advice = "fetch it elsewhere and put it there, or say with {} where it is"
+        raise TrueupError(problem, advice, Argument("weights")) from None
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         problem = f"{url} gave another file: its SHA-256 begins {found[:8]}, expected {sha256[:8]}"

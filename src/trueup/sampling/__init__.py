@@ -5,16 +5,5 @@ from trueup.sampling.draw import as_solver, pictures, sample, sample_batches
 from trueup.sampling.generated import Generated, generate
 from trueup.sampling.solver import Solver, register, solver_names, solvers_for
 
-__all__ = [
-    "DPMSolver",
-    "Generated",
-    "Solver",
-    "as_solver",
-    "generate",
-    "pictures",
-    "register",
-    "sample",
-    "sample_batches",
-    "solver_names",
-    "solvers_for",
-]
+__all__ = ["DPMSolver", "Generated", "Solver", "as_solver", "generate", "pictures"]
+__all__ += ["register", "sample", "sample_batches", "solver_names", "solvers_for"]
