@@ -33,6 +33,14 @@ NUMBERS = (float("nan"), float("inf"), float("-inf"), 1e38, -1e38, 1e9, 101.0, 1
 DTYPES = (torch.float16, torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8, torch.bfloat16)
 
 
+def check_values(meta):
+    """What `load_tensors` makes of metadata that are out of bounds."""
+    try:
+        files._check_values(meta)
+    except ValueError as error:
+        raise ArtifactError(files.line(error)) from None
+
+
 def places(value, found=None):
     """Every container of a JSON value with each of its keys."""
     found = [] if found is None else found
@@ -142,7 +150,7 @@ def good():
 
 def read(meta, tensors) -> Calibration:
     """As from a file whose checksum is right."""
-    files._check_values(meta)
+    check_values(meta)
     return Calibration(**files.unpacked(artifact.unpack_calibration, meta, tensors, "file"))
 
 
@@ -226,7 +234,7 @@ def test_signed_moments_are_refused_in_a_line_or_can_be_fitted():
     good, dice, loaded = (json.dumps(meta), tensors), random.Random(3), []
 
     def read(meta, tensors):
-        files._check_values(meta)
+        check_values(meta)
         return Moments(**files.unpacked(stored.unpack, meta, tensors, "file"))
 
     assert fit(read(json.loads(good[0]), tensors)).identity == fit(moments).identity

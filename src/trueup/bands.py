@@ -16,11 +16,11 @@ from trueup.errors import TrueupError
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Without the coarse products that GPUs, and some processors, use by default or on request."""
+    """Without the coarse products that GPUs use by default or on request."""
     backends: Any = torch.backends
     if hasattr(backends.cuda.matmul, "fp32_precision"):  # torch 2.9 and later
         name, exact = "fp32_precision", "ieee"
-        places = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul]
+        places = [backends.cuda.matmul, backends.cudnn.conv]
     else:
         places, name, exact = [backends.cuda.matmul, backends.cudnn], "allow_tf32", cast(Any, False)
     before = [getattr(place, name) for place in places]
