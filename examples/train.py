@@ -14,7 +14,7 @@ import argparse
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from diffusers import DDPMScheduler, UNet2DModel
 from tqdm import tqdm
 
 
-def build(size: int, channels: int, width: int) -> UNet2DModel:
+def build(size: int, channels: int, width: int, **options) -> UNet2DModel:
     return UNet2DModel(
         sample_size=size,
         in_channels=channels,
@@ -32,7 +32,7 @@ def build(size: int, channels: int, width: int) -> UNet2DModel:
         layers_per_block=2,
         down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
-        dropout=0.1,
+        **{"dropout": 0.1, **options},
     )
 
 
@@ -53,6 +53,45 @@ def as_graph(train: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         return loss
 
     return replay
+
+
+def fit(
+    raw: torch.nn.Module,
+    ema: torch.nn.Module,
+    loss: Callable[[], torch.Tensor],
+    steps: Iterable[int],
+    learning_rate: float,
+    minutes: float,
+    decay: float = 0.999,
+    ramp: bool = True,
+) -> None:
+    """Lower `loss()`, of a batch it draws; `ema` follows, ramp: at first faster than by `decay`."""
+    raw.train()
+    ema.eval().requires_grad_(False)
+    averages, weights = list(ema.parameters()), list(raw.parameters())
+    gpu = weights[0].is_cuda
+    optimizer = torch.optim.AdamW(weights, lr=learning_rate, capturable=gpu)
+
+    def train() -> torch.Tensor:
+        value = loss()
+        optimizer.zero_grad(set_to_none=True)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        return value.detach()
+
+    step = as_graph(train) if gpu else train
+    end = time.monotonic() + 60 * minutes
+    bar = tqdm(steps, unit="step")
+    for index in bar:
+        value = step()
+        keep = min(decay, (1 + index) / (10 + index)) if ramp else decay
+        with torch.no_grad():
+            torch._foreach_lerp_(averages, weights, 1 - keep)
+        if index % 20 == 0:
+            bar.set_postfix(loss=f"{float(value):.4f}")
+            if time.monotonic() > end:
+                break
 
 
 def main() -> None:
@@ -85,12 +124,8 @@ def main() -> None:
     else:
         raw = build(size, channels, options.width).to(device)
         ema = copy.deepcopy(raw)
-    raw.train()
-    ema.eval().requires_grad_(False)
-    averages, weights = list(ema.parameters()), list(raw.parameters())
-    optimizer = torch.optim.AdamW(weights, lr=options.learning_rate, capturable=gpu)
 
-    def train() -> torch.Tensor:
+    def loss() -> torch.Tensor:
         pick = torch.randint(len(x), (options.batch_size,), device=device)
         x0 = x[pick].float() / 127.5 - 1
         if options.flip:
@@ -101,26 +136,11 @@ def main() -> None:
         eps = torch.randn_like(x0)
         x_t = alpha2.sqrt() * x0 + (1 - alpha2).sqrt() * eps
         with torch.autocast(device.type, torch.bfloat16, enabled=gpu, cache_enabled=False):
-            loss = (raw(x_t, t).sample.float() - eps).square().mean()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.step()
-        return loss.detach()
+            return (raw(x_t, t).sample.float() - eps).square().mean()
 
-    step = as_graph(train) if gpu else train
-    steps = max(1, options.images_seen // options.batch_size)
-    end = time.monotonic() + 60 * options.minutes
-    bar = tqdm(range(steps), unit="step")
-    for index in bar:
-        loss = step()
-        decay = options.ema if options.start else min(options.ema, (1 + index) / (10 + index))
-        with torch.no_grad():
-            torch._foreach_lerp_(averages, weights, 1 - decay)
-        if index % 20 == 0:
-            bar.set_postfix(loss=f"{float(loss):.4f}")
-            if time.monotonic() > end:
-                break
+    steps = range(max(1, options.images_seen // options.batch_size))
+    ramp = not options.start
+    fit(raw, ema, loss, steps, options.learning_rate, options.minutes, decay=options.ema, ramp=ramp)
     for name, network in (("raw", raw), ("ema", ema)):
         network = network.half() if options.half else network
         network.eval().save_pretrained(options.out / name, safe_serialization=True)
