@@ -111,7 +111,9 @@ def make(
         )
     if family != "shift":
         rho = normal(count, shape[0], bands.count)
-        made.correction.innovation = Innovation(rho, normal(count, shape[0], size) * bands.spread(kept))
+        changed = torch.rand(2, count - 1, bands.count, generator=generator, dtype=torch.float64)
+        mean = normal(count, shape[0], size) * bands.spread(kept)
+        made.correction.innovation = Innovation(rho, mean, changed)
     for name, value in changes.items():
         setattr(made, name, value)
     return made

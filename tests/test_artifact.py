@@ -49,7 +49,8 @@ def parts(c: Calibration) -> dict:
     k = c.correction
     found |= {"lam": k.lam, "b": k.b, "a": k.a, "d": k.d, "support": k.support}
     found |= {"bands": k.bands.index, "t": c.t}
-    found |= {} if k.innovation is None else {"rho": k.innovation.rho, "innovation": k.innovation.mean}
+    if k.innovation is not None:
+        found |= {f"innovation {name}": value for name, value in vars(k.innovation).items()}
     found |= {"edges": k.bands.edges, "spatial": k.bands.spatial}
     found |= {
         field.name: getattr(c, field.name)
@@ -131,7 +132,8 @@ def test_round_trip(tmp_path, shape, noise, kind, keep, levels):
     was, now = parts(saved), parts(loaded)
     assert was.keys() == now.keys()
     rounded = ("b", "a", "d", "support", "scale", "data_mean", "data_variance", "data_variance_se")
-    rounded += ("rho", "innovation", "trajectory 0 shift", "trajectory 0 gain")  # these are kept as float32
+    rounded += ("innovation rho", "innovation mean", "innovation support")
+    rounded += ("trajectory 0 shift", "trajectory 0 gain")  # these are kept as float32
     for name, value in was.items():
         if name in rounded:
             assert torch.equal(now[name], value.float().double()), name
@@ -210,6 +212,7 @@ IDENTIFYING = {
     "support": lambda c: c.correction.support.mul_(0.999),
     "rho": lambda c: c.correction.innovation.rho.mul_(1.001),
     "innovation": lambda c: c.correction.innovation.mean.mul_(1.001),
+    "changed support": lambda c: c.correction.innovation.support.mul_(0.999),
     "gains": lambda c: setattr(c, "gains", "response"),
     "process": lambda c: c.provenance.update(process=process.VE().settings()),
     "prediction": lambda c: c.provenance.update(parametrization={"name": "velocity"}),

@@ -159,7 +159,7 @@ def same(one: Calibration, other: Calibration) -> bool:
     settings = ("process", "parametrization", "binding")
     first, second = (
         [getattr(c.correction, n) for n in ("b", "a", "d", "support")]
-        + [getattr(c.correction.innovation, n) for n in ("rho", "mean")]
+        + [getattr(c.correction.innovation, n) for n in ("rho", "mean", "support")]
         + [v for m in c.trajectories for v in (m.shift, m.gain)]
         for c in (one, other)
     )

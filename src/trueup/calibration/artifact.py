@@ -13,7 +13,7 @@ from torch import Tensor
 from trueup import __version__
 from trueup.bands import Bands
 from trueup.calibration import stored
-from trueup.calibration.correction import GAINS, Correction, Innovation
+from trueup.calibration.correction import CHANGED, GAINS, Correction, Innovation
 from trueup.calibration.evidence import Evidence
 from trueup.calibration.stored import LARGEST, Bounds, check_tensors, numbers, part, whole, word
 from trueup.calibration.trajectory import digest_of, find
@@ -35,12 +35,12 @@ def pack_calibration(calibration: Any) -> tuple[dict[str, Any], dict[str, Tensor
     correction, evidence = calibration.correction, calibration.evidence
     kept, b = stored.packed(correction.b, correction.bands)
     innovation = _innovation(correction)
-    single = {} if innovation is None else {"rho": innovation.rho}
+    single = {"b": b, "a": correction.a, "d": correction.d, "support": _support(correction)}
+    single |= {"scale": evidence.scale, **{name: getattr(calibration, name) for name in _DATA}}
     of_innovation: list[int] = []
     if innovation is not None:
-        of_innovation, single["innovation"] = stored.packed(innovation.mean, correction.bands)
-    single |= {"b": b, "a": correction.a, "d": correction.d, "support": _support(correction)}
-    single |= {"scale": evidence.scale, **{name: getattr(calibration, name) for name in _DATA}}
+        of_innovation, mean = stored.packed(innovation.mean, correction.bands)
+        single |= {"rho": innovation.rho, "innovation": mean, "changed_support": _changed(correction)}
     tensors: dict[str, Tensor] = {
         "t": calibration.t,
         "lam": correction.lam,
@@ -78,7 +78,7 @@ def identity_of(correction: Correction, gains: str, provenance: dict[str, Any]) 
     settings = [*(provenance.get(name) for name in names), correction.bands.edges, correction.bands.spatial]
     parts = [correction.lam, correction.b, correction.a, correction.d, _support(correction)]
     innovation = _innovation(correction)
-    parts += [] if innovation is None else [innovation.rho, innovation.mean]
+    parts += [] if innovation is None else [innovation.rho, innovation.mean, _changed(correction)]
     return digest_of([*settings, gains], parts)
 
 
@@ -92,6 +92,13 @@ def _support(correction: Correction) -> Tensor:
     if correction.support is not None:
         return correction.support
     return torch.ones(len(correction.lam) - 1, correction.bands.count, dtype=torch.float64)
+
+
+def _changed(correction: Correction) -> Tensor:
+    """The same with changed gains, (2, L - 1, bands)."""
+    if correction.innovation is not None and correction.innovation.support is not None:
+        return correction.innovation.support
+    return _support(correction).expand(len(CHANGED), -1, -1)
 
 
 def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -112,6 +119,7 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
     bounds = _bounds(levels, channels, bands.count, len(coefficients), digests.numel())
     if of_innovation is not None:
         bounds["rho"] = Bounds((levels, channels, bands.count), -1e4, 1e4, torch.float32)
+        bounds["changed_support"] = Bounds((len(CHANGED), levels - 1, bands.count), 0.0, 1.0, torch.float32)
         bounds["innovation"] = of_map._replace(shape=(levels, channels, len(of_innovation)))
     own = {name: tensor for name, tensor in tensors.items() if name not in by_trajectory}
     check_tensors(own, {**bounds, "data_mean": of_map})
@@ -145,7 +153,7 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
     if of_innovation is not None:
         mean = torch.zeros_like(b)
         mean[..., of_innovation] = tensors["innovation"].double()
-        innovation = Innovation(tensors["rho"].double(), mean)
+        innovation = Innovation(tensors["rho"].double(), mean, tensors["changed_support"].double())
     correction = Correction(lam, b, a, d, bands, support, innovation)
     gains = word(meta, "gains")
     if gains not in GAINS:

@@ -11,6 +11,7 @@ from trueup.bands import Bands
 from trueup.errors import TrueupError
 
 GAINS = ("least-squares", "sqrt", "response", "none")
+CHANGED = GAINS[1:3]  # those that need to know the innovation
 _LEAST_SIGNAL = 0.01  # of an innovation: below it the square root, whose slope is infinite at 0, is a line
 LEVEL_SPACING = 0.4  # in lam, between levels; docs/results.md shows what interpolating over it costs
 
@@ -28,6 +29,7 @@ class Innovation:
 
     rho: Tensor  # (L, C, bands), what eps_hat takes of u
     mean: Tensor  # (L, C, K), E[eps_hat - rho u]
+    support: Tensor | None = None  # (2, L - 1, bands), of the corrections in CHANGED form; None: the same
 
 
 @dataclass(eq=False, repr=False)
@@ -71,7 +73,10 @@ class Correction:
         kept = signal / signal.clamp_min(_LEAST_SIGNAL).sqrt() if form == "sqrt" else torch.ones_like(signal)
         change = self.a - (1 - kept)
         b = self.b + self.bands.spread(change) * self.innovation.mean
-        return replace(self, b=b, a=1 - kept, d=self.d + change * self.innovation.rho, innovation=None)
+        d = self.d + change * self.innovation.rho
+        of_forms = self.innovation.support
+        support = self.support if of_forms is None else of_forms[CHANGED.index(form)]
+        return replace(self, b=b, a=1 - kept, d=d, support=support, innovation=None)
 
     def _grid(self, x: Tensor) -> Tensor:
         return x.reshape(*x.shape[:-1], *self.bands.spatial)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trueup.bands import band_variance
 from trueup.calibration import Calibration, Correction, Evidence, Innovation
+from trueup.calibration.correction import CHANGED
 from trueup.errors import Argument, TrueupError
 from trueup.estimate import confirm
 from trueup.estimate.families import FAMILIES, Family, Slopes
@@ -220,7 +221,10 @@ def _innovation(centred: Centred, family: Family, correction: Correction) -> Inn
     used = correction.a.any(0).any(0).to(torch.float64)  # (bands,)
     rho = family.slopes(centred)[2]
     mean = centred.mean_of(centred.eps_hat() - rho * centred.unit(U))
-    return Innovation(used * rho, centred.moments.bands.spread(used) * mean)
+    found = Innovation(used * rho, centred.moments.bands.spread(used) * mean)
+    changed = [replace(correction, innovation=found).with_gains(form) for form in CHANGED]
+    found.support = torch.stack([support(form, centred.moments) for form in changed])
+    return found
 
 
 def _shrinkage(centred: Centred, family: Family) -> Shrinkage:
