@@ -110,7 +110,8 @@ class Objectives:
         A shift: E[s]·eta - |eta|^2/2 (the paper's equation 9), which holds for any shift: a difference means
         that something else than the shift in the calibration was applied. A spectral correction: its
         own mean square, the variance it explains, which is what it removes if what is left is uncorrelated
-        with it; a cautious (shrunk) one removes more than that.
+        with it; a cautious (shrunk) one removes more than that. With other gains than those of least squares
+        what they keep of that variance, by equation 52.
         """
         if self.after is None:
             return None
