@@ -197,7 +197,7 @@ def martingale(denoiser, calibrations, test, o, images: int = 64) -> dict:
     for s, t in ((800, 999), (500, 800), (200, 500), (50, 200)):
         sides = {"uncalibrated": martingale_check(denoiser, x0, s, t, **how).share}
         for family, calibration in calibrations.items():
-            with trueup.attach(denoiser, calibration):
+            with trueup.attach(denoiser, calibration, gains="least-squares"):
                 sides[family] = martingale_check(denoiser, x0, s, t, **how).share
         rows.append(
             [str(s), str(t), *(f"{v.value:.4f} ({v.low:.4f} to {v.high:.4f})" for v in sides.values())]

@@ -8,7 +8,7 @@ import torch
 
 from trueup import process
 from trueup.bands import Bands
-from trueup.calibration import Calibration, Correction, Evidence, Sampler, States, Trajectory
+from trueup.calibration import Calibration, Correction, Evidence, Innovation, Sampler, States, Trajectory
 from trueup.calibration.trajectory import EVIDENCE, TOTALS
 from trueup.denoiser import Binding, fingerprint
 from trueup.denoiser.binding import Place
@@ -109,6 +109,11 @@ def make(
                 {"seed": 3, "labels": [0, 1]},
             ),
         )
+    if family != "shift":
+        rho = normal(count, shape[0], bands.count)
+        changed = torch.rand(2, count - 1, bands.count, generator=generator, dtype=torch.float64)
+        mean = normal(count, shape[0], size) * bands.spread(kept)
+        made.correction.innovation = Innovation(rho, mean, changed)
     for name, value in changes.items():
         setattr(made, name, value)
     return made
@@ -121,11 +126,12 @@ def emptied(calibration: Calibration) -> Calibration:
     return calibration
 
 
-def by_definition(calibration, output, x_t, t):
+def by_definition(calibration, output, x_t, t, gains=None):
     """Convert to eps, apply the correction as it is defined, convert back: all in float64."""
+    correction = calibration.for_samples if gains is None else calibration.correction.with_gains(gains)
     noise, kind = calibration.process, calibration.parametrization
     t = torch.as_tensor(t, dtype=torch.float64).reshape(-1).expand(len(x_t))
     output, x_t = output.double(), x_t.double()
     alpha, sigma = noise.scales(t, x_t)
-    eps = calibration.correction.apply(kind.to_eps(output, x_t, alpha, sigma), x_t / sigma, noise.lam(t))
+    eps = correction.apply(kind.to_eps(output, x_t, alpha, sigma), x_t / sigma, noise.lam(t))
     return kind.from_eps(eps, x_t, alpha, sigma)

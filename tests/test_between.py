@@ -93,7 +93,7 @@ def test_the_hook_follows_the_definition_at_every_time(mixture, levels):
         64, generator=generator, dtype=torch.float64
     )
     output, x_t = torch.randn(2, 64, *mixture.shape, generator=generator, dtype=torch.float64)
-    expected = cal.correction.apply(output, x_t / PROCESS.sigma(t).reshape(-1, 1, 1, 1), PROCESS.lam(t))
+    expected = cal.for_samples.apply(output, x_t / PROCESS.sigma(t).reshape(-1, 1, 1, 1), PROCESS.lam(t))
     found = CorrectOutput(cal).correct(output, x_t, t)
     # 8,192 nodes over 12 of lam: the nearest is within 1e-3, where the correction bends by 0.4 per 0.2
     assert (found - expected).abs().max() < 0.01 * (output - expected).abs().max()

@@ -159,11 +159,13 @@ def same(one: Calibration, other: Calibration) -> bool:
     settings = ("process", "parametrization", "binding")
     first, second = (
         [getattr(c.correction, n) for n in ("b", "a", "d", "support")]
+        + [getattr(c.correction.innovation, n) for n in ("rho", "mean", "support")]
         + [v for m in c.trajectories for v in (m.shift, m.gain)]
         for c in (one, other)
     )
     return (
         one.shape == other.shape
+        and one.gains == other.gains
         and [one.provenance.get(n) for n in settings] == [other.provenance.get(n) for n in settings]
         and [m.sampler for m in one.trajectories] == [m.sampler for m in other.trajectories]
         and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

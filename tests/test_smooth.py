@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from trueup.calibration import GAINS
 from trueup.estimate.confirm import score
 from trueup.estimate.moments import SUMS
 from trueup.files import bundled
@@ -57,15 +58,17 @@ def perturbed(moments, size, seed):
 
 def difference(moments, one, other):
     """How far two fits are apart, everything in units of its own scale."""
-    mine, theirs = one.correction, other.correction
-    apart = replace(mine, b=mine.b - theirs.b, a=mine.a - theirs.a, d=mine.d - theirs.d)
-    n, loss = moments.rows.sum((0, 1)), one.evidence.loss.value
-    changes = [score(moments, apart).square.sum((0, 2)).clamp_min(0).div(n * loss).sqrt()]  # what it outputs
+    n, loss, changes = moments.rows.sum((0, 1)), one.evidence.loss.value, []
+    for form in GAINS:
+        mine, theirs = (fit.correction.with_gains(form) for fit in (one, other))
+        apart = replace(mine, b=mine.b - theirs.b, a=mine.a - theirs.a, d=mine.d - theirs.d)
+        square = score(moments, apart).square.sum((0, 2)).clamp_min(0)
+        changes += [square.div(n * loss).sqrt()]  # what it outputs
+        changes += [mine.support - theirs.support]
     for name in ("gain", "eta2", "loss"):
         mine, theirs = getattr(one.evidence, name), getattr(other.evidence, name)
         changes += [(getattr(mine, k) - getattr(theirs, k)) / loss for k in ("value", "low", "high")]
     changes += [one.evidence.scale - other.evidence.scale]
-    changes += [one.correction.support - other.correction.support]
     return max(float(change.abs().max()) for change in changes)
 
 

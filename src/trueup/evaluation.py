@@ -134,7 +134,9 @@ def evaluate(
         spent |= {} if found is None else {"the denoising loss": found.evaluations}
     seen_by = {name: getattr(extract, name) for name in ("name", "preprocessing", "weights", "dimensions")}
     compared = {name: getattr(reference, name) for name in ("made_of", "fingerprint")}
-    about = {name: getattr(calibration, name) for name in ("family", "estimator", "generated", "identity")}
+    about = {
+        name: getattr(calibration, name) for name in ("family", "estimator", "gains", "generated", "identity")
+    }
     return Comparison(
         rows=rows,
         samples=samples,
@@ -226,6 +228,8 @@ def _loss(
         notes.append("the data is a stream, read once: no denoising loss")
         return None
     few = replace(images, count=min(images.count or LOSS_IMAGES, LOSS_IMAGES))
-    found = objectives(denoiser, few, calibration, levels=calibration.t, trust=True, **how)
+    found = objectives(
+        denoiser, few, calibration, levels=calibration.t, gains=calibration.gains, trust=True, **how
+    )
     notes += found.notes
     return found

@@ -59,7 +59,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         {"t": t, "lam": lam, **{name: getattr(e, name)[row].as_json() for name in ("loss", "eta2", "gain")}}
         for row, (t, lam) in enumerate(zip(times, lams, strict=True))
     ]
-    own = ("empty", "family", "estimator", "data_images", "generated")
+    own = ("empty", "family", "estimator", "gains", "data_images", "generated")
     made = ("model", "parametrization", "weights", "seed")
     bits = e.bound_gain.scaled(e.bits_per_dim(1.0))
     return {

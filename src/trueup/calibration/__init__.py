@@ -2,9 +2,9 @@
 
 from trueup.calibration.attachment import Attachment, as_calibration, attach, detach
 from trueup.calibration.calibration import Calibration, load
-from trueup.calibration.correction import Correction
+from trueup.calibration.correction import GAINS, Correction, Innovation
 from trueup.calibration.evidence import Evidence
 from trueup.calibration.trajectory import Sampler, States, Trajectory
 
-__all__ = ["Attachment", "Calibration", "Correction", "Evidence", "Sampler", "States"]
+__all__ = ["GAINS", "Attachment", "Calibration", "Correction", "Evidence", "Innovation", "Sampler", "States"]
 __all__ += ["Trajectory", "as_calibration", "attach", "detach", "load"]

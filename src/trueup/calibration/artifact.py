@@ -13,7 +13,7 @@ from torch import Tensor
 from trueup import __version__
 from trueup.bands import Bands
 from trueup.calibration import stored
-from trueup.calibration.correction import Correction
+from trueup.calibration.correction import CHANGED, GAINS, Correction, Innovation
 from trueup.calibration.evidence import Evidence
 from trueup.calibration.stored import LARGEST, Bounds, check_tensors, numbers, part, whole, word
 from trueup.calibration.trajectory import digest_of, find
@@ -34,8 +34,13 @@ def pack_calibration(calibration: Any) -> tuple[dict[str, Any], dict[str, Tensor
     """A calibration as metadata and tensors."""
     correction, evidence = calibration.correction, calibration.evidence
     kept, b = stored.packed(correction.b, correction.bands)
+    innovation = _innovation(correction)
     single = {"b": b, "a": correction.a, "d": correction.d, "support": _support(correction)}
     single |= {"scale": evidence.scale, **{name: getattr(calibration, name) for name in _DATA}}
+    of_innovation: list[int] = []
+    if innovation is not None:
+        of_innovation, mean = stored.packed(innovation.mean, correction.bands)
+        single |= {"rho": innovation.rho, "innovation": mean, "changed_support": _changed(correction)}
     tensors: dict[str, Tensor] = {
         "t": calibration.t,
         "lam": correction.lam,
@@ -52,10 +57,12 @@ def pack_calibration(calibration: Any) -> tuple[dict[str, Any], dict[str, Tensor
     totals = {n: [float(getattr(getattr(evidence, n), part)) for part in _PARTS] for n in _TOTALS}
     meta: dict[str, Any] = {
         "trueup": __version__,
-        **{name: getattr(calibration, name) for name in ("family", "estimator", "data_images", "provenance")},
+        **{name: getattr(calibration, name) for name in ("family", "estimator", "gains")},
+        **{name: getattr(calibration, name) for name in ("data_images", "provenance")},
         "shape": list(calibration.shape),
         "band_edges": list(correction.bands.edges),
         "kept_bands": kept,
+        "innovation_bands": of_innovation,
         "images": evidence.images,
         "folds": evidence.folds,
         **{n: [None if math.isnan(value) else value for value in values] for n, values in totals.items()},
@@ -65,12 +72,19 @@ def pack_calibration(calibration: Any) -> tuple[dict[str, Any], dict[str, Tensor
     return meta, tensors
 
 
-def identity_of(correction: Correction, provenance: dict[str, Any]) -> str:
+def identity_of(correction: Correction, gains: str, provenance: dict[str, Any]) -> str:
     """A short hash of what a calibration does, the same for one and for what was loaded from its file."""
     names = ("process", "parametrization", "binding")
     settings = [*(provenance.get(name) for name in names), correction.bands.edges, correction.bands.spatial]
-    parts = (correction.lam, correction.b, correction.a, correction.d, _support(correction))
-    return digest_of(settings, parts)
+    parts = [correction.lam, correction.b, correction.a, correction.d, _support(correction)]
+    innovation = _innovation(correction)
+    parts += [] if innovation is None else [innovation.rho, innovation.mean, _changed(correction)]
+    return digest_of([*settings, gains], parts)
+
+
+def _innovation(correction: Correction) -> Innovation | None:
+    """What the gains on output multiply, where there are any in single precision."""
+    return correction.innovation if correction.a.float().any() else None
 
 
 def _support(correction: Correction) -> Tensor:
@@ -78,6 +92,13 @@ def _support(correction: Correction) -> Tensor:
     if correction.support is not None:
         return correction.support
     return torch.ones(len(correction.lam) - 1, correction.bands.count, dtype=torch.float64)
+
+
+def _changed(correction: Correction) -> Tensor:
+    """The same with changed gains, (2, L - 1, bands)."""
+    if correction.innovation is not None and correction.innovation.support is not None:
+        return correction.innovation.support
+    return _support(correction).expand(len(CHANGED), -1, -1)
 
 
 def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -92,8 +113,14 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
         raise ArtifactError(f"{levels} levels of samples of shape {shape} make no sense")
     bands = Bands(shape[1:], numbers(meta.get("band_edges"), "band_edges", 0.0, 1e9, most=1000))
     coefficients = stored.kept_coefficients(meta, bands)
+    sloped = bool(part(tensors, "a", Tensor).any())
+    of_innovation = stored.kept_coefficients(meta, bands, "innovation_bands") if sloped else None
     by_trajectory = {name: tensor for name, tensor in tensors.items() if name.startswith("trajectory.")}
     bounds = _bounds(levels, channels, bands.count, len(coefficients), digests.numel())
+    if of_innovation is not None:
+        bounds["rho"] = Bounds((levels, channels, bands.count), -1e4, 1e4, torch.float32)
+        bounds["changed_support"] = Bounds((len(CHANGED), levels - 1, bands.count), 0.0, 1.0, torch.float32)
+        bounds["innovation"] = of_map._replace(shape=(levels, channels, len(of_innovation)))
     own = {name: tensor for name, tensor in tensors.items() if name not in by_trajectory}
     check_tensors(own, {**bounds, "data_mean": of_map})
     for name in _BY_LEVEL:
@@ -122,8 +149,16 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
     if any(find(trajectories[:i], made.sampler) for i, made in enumerate(trajectories)):
         raise ArtifactError("two of its trajectories are for one sampler")
     a, d, support = (tensors[name].double() for name in ("a", "d", "support"))
-    correction = Correction(lam, b, a, d, bands, support)
-    if identity_of(correction, provenance) != meta.get("identity"):
+    innovation = None
+    if of_innovation is not None:
+        mean = torch.zeros_like(b)
+        mean[..., of_innovation] = tensors["innovation"].double()
+        innovation = Innovation(tensors["rho"].double(), mean, tensors["changed_support"].double())
+    correction = Correction(lam, b, a, d, bands, support, innovation)
+    gains = word(meta, "gains")
+    if gains not in GAINS:
+        raise ArtifactError(f"its gains are {gains!r}, expected one of {', '.join(GAINS)}")
+    if identity_of(correction, gains, provenance) != meta.get("identity"):
         raise ArtifactError("its correction is not the one that was saved")
     return {
         "correction": correction,
@@ -140,6 +175,7 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
         ),
         "family": word(meta, "family"),
         "estimator": word(meta, "estimator"),
+        "gains": gains,
         **data,
         "data_images": whole(meta, "data_images", 1, 2**40),
         "data_digests": digests,

@@ -40,17 +40,25 @@ def as_calibration(calibration: Calibration | str | PathLike[str]) -> Calibratio
     return load(calibration)
 
 
-def attach(model: Any, calibration: Calibration | str | PathLike[str], *, force: bool = False) -> Attachment:
+def attach(
+    model: Any,
+    calibration: Calibration | str | PathLike[str],
+    *,
+    gains: str | None = None,
+    force: bool = False,
+) -> Attachment:
     """Correct a model's outputs until `.remove()`, or for the length of a `with` block.
 
-    model: a diffusers pipeline or model, a `Denoiser`, or the `nn.Module` that was calibrated. force skips
-    the checks that the calibration was made for this model. Code that was compiled around the model before is
-    compiled again, since it would not see the correction.
+    model: a diffusers pipeline or model, a `Denoiser`, or the `nn.Module` that was calibrated. gains: the
+    form of the correction (see `Correction.with_gains`), by default the calibration's for samples;
+    "least-squares" has the lowest loss. force skips the checks that the calibration was made for this
+    model. Code that was compiled around the model before is compiled again, since it would not see the
+    correction.
 
         with trueup.attach(pipe, cal):
             pipe(num_inference_steps=20)
     """
-    attachment = Attachment(model, as_calibration(calibration), force=force)
+    attachment = Attachment(model, as_calibration(calibration), gains=gains, force=force)
     attachment.put_on()
     return attachment
 
@@ -68,16 +76,19 @@ class Attachment:
     """A calibration for a model, checked against it. `remove()` it, or use it as a context manager.
 
     Made by `attach`, it is on; made by itself, only within `with` blocks, of which there may be many.
+    gains: as in `attach`.
     """
 
-    def __init__(self, model: Any, calibration: Calibration, *, force: bool = False):
+    def __init__(
+        self, model: Any, calibration: Calibration, *, gains: str | None = None, force: bool = False
+    ):
         self.calibration = calibration
         self._target, self._denoiser = _target(model)
         if not force:
             _check_model(model, self._target, self._denoiser, calibration)
         binding = _binding(calibration, self._target, self._denoiser, force)
         with torch.inference_mode(False):
-            self._hook = CorrectOutput(calibration, binding)
+            self._hook = CorrectOutput(calibration, binding, gains)
         self._trajectory: Trajectory | None = None  # of the call in progress
 
     @property

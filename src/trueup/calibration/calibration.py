@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from trueup.calibration.artifact import KIND, identity_of, pack_calibration, unpack_calibration
-from trueup.calibration.correction import Correction
+from trueup.calibration.correction import Correction, check_gains
 from trueup.calibration.evidence import Evidence
 from trueup.calibration.trajectory import Trajectory
 from trueup.denoiser.network import same_weights
@@ -39,6 +39,10 @@ class Calibration:
     data_digests: Tensor  # (n,) int64, of the images it was made from, where there are not too many to keep
     provenance: dict[str, Any] = field(default_factory=dict)
     trajectories: tuple[Trajectory, ...] = ()  # what keeps samplers on the marginals, see `calibrate_sampler`
+    gains: str = "sqrt"  # of the correction that samples are drawn with, see `Correction.with_gains`
+
+    def __post_init__(self) -> None:
+        check_gains(self.gains)
 
     def __repr__(self) -> str:
         return f"<{self._headline()}: {self.verdict()}>"
@@ -62,7 +66,12 @@ class Calibration:
     @property
     def identity(self) -> str:
         """A short hash of what it does: the same for a calibration and what was loaded from its file."""
-        return identity_of(self.correction, self.provenance)
+        return identity_of(self.correction, self.gains, self.provenance)
+
+    @property
+    def for_samples(self) -> Correction:
+        """The correction that samples are drawn with; `correction` is the one of the lowest loss."""
+        return self.correction.with_gains(self.gains)
 
     @property
     def generated(self) -> dict[str, Any] | None:

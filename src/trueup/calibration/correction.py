@@ -8,8 +8,28 @@ import torch
 from torch import Tensor
 
 from trueup.bands import Bands
+from trueup.errors import TrueupError
 
+GAINS = ("least-squares", "sqrt", "response", "none")
+CHANGED = GAINS[1:3]  # those that need to know the innovation
+_LEAST_SIGNAL = 0.01  # of an innovation: below it the square root, whose slope is infinite at 0, is a line
 LEVEL_SPACING = 0.4  # in lam, between levels; docs/results.md shows what interpolating over it costs
+
+
+def check_gains(form: str) -> str:
+    """The form, if it is one."""
+    if form not in GAINS:
+        raise TrueupError(f"gains are one of {', '.join(GAINS)}, not {form!r}")
+    return form
+
+
+@dataclass(eq=False, repr=False)
+class Innovation:
+    """What a network adds to the best response to u: its mean 0 part is eps_hat - rho u - mean (DCT)."""
+
+    rho: Tensor  # (L, C, bands), what eps_hat takes of u
+    mean: Tensor  # (L, C, K), E[eps_hat - rho u]
+    support: Tensor | None = None  # (2, L - 1, bands), of the corrections in CHANGED form; None: the same
 
 
 @dataclass(eq=False, repr=False)
@@ -22,6 +42,7 @@ class Correction:
     d: Tensor  # (L, C, bands)
     bands: Bands
     support: Tensor | None = None  # (L - 1, bands) in [0, 1], how far neighbours agree; None: wholly
+    innovation: Innovation | None = None  # what a multiplies; needed where a is not 0 to change its form
 
     @property
     def empty(self) -> bool:
@@ -32,6 +53,30 @@ class Correction:
         """Scaled per level and band, scale (L, bands)."""
         wide = scale[:, None, :]
         return replace(self, b=self.b * self.bands.spread(wide), a=self.a * wide, d=self.d * wide)
+
+    def with_gains(self, form: str) -> Correction:
+        """The same mean output and response to u, with another gain on the innovation; equations 53 and 54.
+
+        "least-squares" is the lowest loss, 1 - a. "sqrt", the root of that, leaves the innovation the
+        variance of what is signal in it, which is what samples are made of. "response" leaves the innovation
+        as it is. And "none" corrects nothing.
+        """
+        check_gains(form)
+        if form == "none":
+            b, a, d = (torch.zeros_like(part) for part in (self.b, self.a, self.d))
+            return replace(self, b=b, a=a, d=d, innovation=None)
+        if form == "least-squares" or not self.a.any():
+            return self
+        if self.innovation is None:
+            raise TrueupError(f"this correction does not say what the innovation is, which {form} gains need")
+        signal = (1 - self.a).clamp_min(0.0)  # share of the innovation's variance
+        kept = signal / signal.clamp_min(_LEAST_SIGNAL).sqrt() if form == "sqrt" else torch.ones_like(signal)
+        change = self.a - (1 - kept)
+        b = self.b + self.bands.spread(change) * self.innovation.mean
+        d = self.d + change * self.innovation.rho
+        of_forms = self.innovation.support
+        support = self.support if of_forms is None else of_forms[CHANGED.index(form)]
+        return replace(self, b=b, a=1 - kept, d=d, support=support, innovation=None)
 
     def _grid(self, x: Tensor) -> Tensor:
         return x.reshape(*x.shape[:-1], *self.bands.spatial)

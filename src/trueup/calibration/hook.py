@@ -42,21 +42,22 @@ class CorrectOutput:
 
     What depends on the time is tabulated once: at a node, between which two levels it lies, and what the
     conversion between eps and the network's own output multiplies them with (equation 28). binding: where the
-    network's call holds x_t and t.
+    network's call holds x_t and t. gains: the form of the correction, by default the calibration's.
     """
 
     corrects_output = True
 
-    def __init__(self, calibration: Calibration, binding: Binding | None = None):
+    def __init__(self, calibration: Calibration, binding: Binding | None = None, gains: str | None = None):
         self.binding, self.enabled = binding, True
         self.shape, self.spatial = calibration.shape, calibration.shape[1:]
-        self.empty = calibration.empty
+        self.correction = calibration.correction.with_gains(calibration.gains if gains is None else gains)
+        self.empty = self.correction.empty
         if self.empty:
             return
         self.calibration, self.nodes = calibration, _nodes(calibration)
         self.boundaries = 0.5 * (self.nodes[1:] + self.nodes[:-1])
         self.boundary_list: list[float] = self.boundaries.tolist()
-        process, correction = calibration.process, calibration.correction
+        process, correction = calibration.process, self.correction
         slack = 0.1 * (process.t_max - process.t_min)  # solvers end a little beyond
         self.span = (process.t_min - slack, process.t_max + slack)
         self.constant_only = not (correction.a.any() or correction.d.any())
@@ -156,7 +157,7 @@ class CorrectOutput:
 
     def _made(self, device: torch.device, dtype: torch.dtype) -> _Tables:
         process, parametrization = self.calibration.process, self.calibration.parametrization
-        correction = self.calibration.correction.refined()
+        correction = self.correction.refined()
         alpha, sigma = process.alpha(self.nodes), process.sigma(self.nodes)
         k_output = parametrization.deps_doutput(alpha, sigma)  # eps_hat = k_output output + k_input x_t
         p, q = parametrization.coefficients(alpha, sigma)

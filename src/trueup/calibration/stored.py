@@ -89,13 +89,13 @@ def word(meta: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def kept_coefficients(meta: Mapping[str, Any], bands: Bands) -> Tensor:
+def kept_coefficients(meta: Mapping[str, Any], bands: Bands, name: str = "kept_bands") -> Tensor:
     """Which coefficients of a map are in the file."""
-    kept = meta.get("kept_bands")
+    kept = meta.get(name)
     if not isinstance(kept, list) or not all(type(k) is int and 0 <= k < bands.count for k in kept):
-        raise ArtifactError("its list of kept bands makes no sense")
+        raise ArtifactError(f"its list of {name.replace('_', ' ')} makes no sense")
     if kept != sorted(set(kept)):
-        raise ArtifactError("its list of kept bands is out of order")
+        raise ArtifactError(f"its list of {name.replace('_', ' ')} is out of order")
     return bands.coefficients(kept)
 
 

@@ -23,10 +23,16 @@ SIDES = ("before", "after")
 class Sides:
     """A network as it is and with a calibration on it: each side is the network itself, really run.
 
-    The calibration is put on once, within `with sides.attached:`; `on("before")` lifts it for a while.
+    The calibration is put on once, within `with sides.attached:`; `on("before")` lifts it for a while. gains:
+    the form of its correction, by default that of the lowest loss, which is what is measured here.
     """
 
-    def __init__(self, model: Any, calibration: Calibration | str | PathLike[str] | None):
+    def __init__(
+        self,
+        model: Any,
+        calibration: Calibration | str | PathLike[str] | None,
+        gains: str = "least-squares",
+    ):
         with torch.inference_mode(False):  # its weights take part in derivatives
             self.denoiser: Denoiser = as_denoiser(model)
         if self.denoiser.device.type == "mps":
@@ -37,7 +43,8 @@ class Sides:
         self.names = SIDES[: 1 if calibration is None else 2]
         self.attached: Attachment | nullcontext[None] = nullcontext()
         if self.calibration is not None:
-            self.attached = Attachment(self.denoiser, self.calibration)  # or say now that it does not fit
+            # Or say now that it does not fit.
+            self.attached = Attachment(self.denoiser, self.calibration, gains=gains)
         self.notes: list[str] = []
         self.without: set[int] = set()  # digests of images to be left out
 

@@ -110,7 +110,8 @@ class Objectives:
         A shift: E[s]·eta - |eta|^2/2 (the paper's equation 9), which holds for any shift: a difference means
         that something else than the shift in the calibration was applied. A spectral correction: its
         own mean square, the variance it explains, which is what it removes if what is left is uncorrelated
-        with it; a cautious (shrunk) one removes more than that.
+        with it; a cautious (shrunk) one removes more than that. With other gains than those of least squares
+        what they keep of that variance, by equation 52.
         """
         if self.after is None:
             return None
@@ -168,6 +169,7 @@ def objectives(
     *,
     truth: Denoiser | None = None,
     levels: Sequence[float] | Tensor | None = None,
+    gains: str = "least-squares",
     seed: int = 0,
     trust: bool = False,
     progress: bool | None = None,
@@ -177,26 +179,27 @@ def objectives(
     Each is that of the network itself, run without the calibration and with it attached. data: 200 images,
     unless `Images` says otherwise; those that the calibration was made from are passed over. truth: the ideal
     denoiser, where it is known (see `trueup.analytic`): then also the score matching loss, which is the
-    denoising one less a constant. levels: times; the default covers the whole process. A network that seems
-    to be used wrongly is refused, unless `trust`.
+    denoising one less a constant. levels: times; the default covers the whole process. gains: the form of the
+    correction, as in `attach`. A network that seems to be used wrongly is refused, unless `trust`.
     """
-    sides = Sides(model, calibration)
+    sides = Sides(model, calibration, gains)
     denoiser, process = sides.denoiser, sides.denoiser.process
     t = check_levels(process, levels)
     if truth is not None and not process.agrees_with(truth.process):
         raise ModelError("the truth is a denoiser of another noise process than the model's")
     samples, made = sides.open(data, IMAGES, trust=trust), sides.calibration
     expected, each = samples.expected(), len(t) * len(sides.names)
-    # What the calibration says of each level, not what `after` is corrected with.
-    says = [None] * len(t) if made is None else made.correction.at(process.lam(t)).each(denoiser.device)
+    # What the calibration says of each level, of the lowest loss and in this form, not what runs in `after`.
+    forms = [] if made is None else [made.correction, made.correction.with_gains(gains)]
+    says = [form.at(process.lam(t)).each(denoiser.device) for form in forms]
     parts: list[dict[str, Tensor]] = []
     bar = Progress(None if expected is None else expected * each, "denoising loss", show=progress)
     with sides.attached, denoiser.evaluating(), torch.inference_mode(), bar:
         for batch in sides.batches(denoiser.batch_size):
             on = batch.to(denoiser.device)
             rows = []
-            for level in zip(t, says, strict=True):
-                rows.append(_losses(sides, truth, on, *level, seed))
+            for level, *said in zip(t, *says, strict=True):
+                rows.append(_losses(sides, truth, on, level, said, seed))
                 bar.update(len(batch) * len(sides.names))
             parts.append({name: torch.stack([row[name] for row in rows], 1).cpu() for name in rows[0]})
             if batch.group is not None and samples.images.groups is not None:
@@ -218,7 +221,7 @@ def objectives(
 
 
 def _losses(
-    sides: Sides, truth: Denoiser | None, batch: Batch, t: Tensor, said: Correction | None, seed: int
+    sides: Sides, truth: Denoiser | None, batch: Batch, t: Tensor, said: list[Correction], seed: int
 ) -> dict[str, Tensor]:
     """Squared errors of each row of a batch at one level, {name: (B,)}."""
     denoiser, process = sides.denoiser, sides.denoiser.process
@@ -233,11 +236,11 @@ def _losses(
     if truth is not None:
         ideal = truth.eps(x_t, t, batch.y).double()
         rows |= {f"sm_{name}": _squared(eps_hat - ideal) for name, eps_hat in outputs.items()}
-    if said is not None:
+    if said:
         before, u = outputs["before"], x_t / process.scales(t, x_t)[1]
-        c = said.delta(before, u)  # equation 12, as it is written
+        best, c = (form.delta(before, u) for form in said)  # equation 12, as it is written
         shift = sides.calibration is not None and _constant(sides.calibration)
-        rows["predicted"] = 2 * (before * c).flatten(1).sum(1) - _squared(c) if shift else _squared(c)
+        rows["predicted"] = 2 * ((before if shift else best) * c).flatten(1).sum(1) - _squared(c)
     return rows
 
 

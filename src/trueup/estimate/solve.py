@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from trueup.bands import band_variance
-from trueup.calibration import Calibration, Correction, Evidence
+from trueup.calibration import Calibration, Correction, Evidence, Innovation
+from trueup.calibration.correction import CHANGED
 from trueup.errors import Argument, TrueupError
 from trueup.estimate import confirm
 from trueup.estimate.families import FAMILIES, Family, Slopes
 from trueup.estimate.measuring import measure
-from trueup.estimate.moments import Moments
+from trueup.estimate.moments import Moments, U
 from trueup.estimate.regress import Centred, Mean, Slope, divide, mean_residual
 from trueup.estimate.shrink import kernel_weights, shrinker
 from trueup.statistics import Number, effective_folds, mean_and_error, squared_norm, trapezoid_weights
@@ -88,6 +89,7 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
             scale = confirm.realised_scale(held, correction, moments, confirmed)
         correction = correction.scaled(confirmed)
     correction.support = support(correction, moments)
+    correction.innovation = _innovation(centred, kind, correction)
     weights = trapezoid_weights(moments.lam)
 
     nothing = torch.full((moments.levels,), torch.nan, dtype=torch.float64)
@@ -210,6 +212,19 @@ def _gains(found: Slopes, shrink: Shrinkage | None) -> tuple[Tensor, Tensor]:
         a = torch.einsum("blm,mcb->lcb", shrink.innovation, a)
         on_input = torch.einsum("blm,mcb->lcb", shrink.u, on_input)
     return a, on_input - rho * a
+
+
+def _innovation(centred: Centred, family: Family, correction: Correction) -> Innovation | None:
+    """What a multiplies, in the bands where it is not 0: of the network, so neither shrunk nor scaled."""
+    if family.slopes is None or not correction.a.any():
+        return None
+    used = correction.a.any(0).any(0).to(torch.float64)  # (bands,)
+    rho = family.slopes(centred)[2]
+    mean = centred.mean_of(centred.eps_hat() - rho * centred.unit(U))
+    found = Innovation(used * rho, centred.moments.bands.spread(used) * mean)
+    changed = [replace(correction, innovation=found).with_gains(form) for form in CHANGED]
+    found.support = torch.stack([support(form, centred.moments) for form in changed])
+    return found
 
 
 def _shrinkage(centred: Centred, family: Family) -> Shrinkage:
