@@ -706,6 +706,7 @@ def test_a_network_inside_a_larger_compiled_function_is_corrected_and_restored(t
     """Compiled before, so that it knows of no hook; attached, at rest, taken off: each time it is noticed."""
     torch.compiler.reset()
     tiny.to(dtype)
+    near = 1e-5 if dtype == torch.float32 else 1e-6  # a U-Net's rounding, in another order
     cal, x_t, t = calibration_of(tiny), randn(2, *SHAPE, dtype=dtype), torch.tensor([50, 300])
 
     def step(x_t, t):
@@ -720,10 +721,10 @@ def test_a_network_inside_a_larger_compiled_function_is_corrected_and_restored(t
         pytest.skip(f"inductor does not run here: {str(error)[:80]}")
     attachment = Attachment(tiny, cal)
     with attachment:
-        assert close(fast(x_t, t), step(x_t, t), 1e-6)
+        assert close(fast(x_t, t), step(x_t, t), near)
         assert not close(step(x_t, t), before, 1e-3)
     with attachment.at_work():
-        assert close(fast(x_t, t), step(x_t, t), 1e-6)
+        assert close(fast(x_t, t), step(x_t, t), near)
         assert not close(step(x_t, t), before, 1e-3)
     assert torch.equal(fast(x_t, t), before)  # it rests
     attachment.remove()
@@ -731,12 +732,12 @@ def test_a_network_inside_a_larger_compiled_function_is_corrected_and_restored(t
     if backend == "inductor":  # which takes a C compiler's time, and notices no more than eager does
         return
     with attachment:
-        assert close(fast(x_t, t), step(x_t, t), 1e-6)
+        assert close(fast(x_t, t), step(x_t, t), near)
         assert detach(tiny)
         assert torch.equal(fast(x_t, t), before)
     torch._dynamo.utils.counters.clear()  # as a benchmark does: compiled code is still there
     with attachment:
-        assert close(fast(x_t, t), step(x_t, t), 1e-6)
+        assert close(fast(x_t, t), step(x_t, t), near)
     assert torch.equal(fast(x_t, t), before)
 
 

@@ -1,0 +1,1 @@
+"""Solvers fitted to a model, judged by its samples."""
