@@ -91,13 +91,22 @@ class Quality:
         mean, scatter = (v.to(denoiser.device) for v in (pooled.mean, pooled.covariance * (pooled.count - 1)))
         self.pooled = GaussianStatistics(mean, scatter, pooled.count)
 
-    def __call__(self, denoiser: Denoiser, calibration, solver, nfe: int, samples: int, batch_size: int):
+    def of(self, x: torch.Tensor, denoiser: Denoiser) -> float:
+        """The Fréchet distance of samples already drawn."""
+        to_images = image_maker(denoiser)
+        return frechet(
+            torch.cat([self.features(to_images(part)).pooled for part in x.split(250)]), self.pooled
+        ).value
+
+    def __call__(
+        self, denoiser: Denoiser, calibration, solver, nfe: int, samples: int, batch_size: int, **how
+    ):
         """(Fréchet distance, W1 of mean colour) of `samples` samples."""
         parts, colour = [], []
         to_images = image_maker(denoiser)
         many = denoiser.with_batch_size(batch_size)
         for _, x in sample_batches(
-            many, samples, solver=solver, nfe=nfe, calibration=calibration, progress=False
+            many, samples, solver=solver, nfe=nfe, calibration=calibration, progress=False, **how
         ):
             images = to_images(x)
             parts.append(self.features(images).pooled)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "calibrate": "trueup.estimate",
-    "calibrate_sampler": "trueup.trajectory",
+    "calibrate": "trueup.fitting",
+    "fit_solver": "trueup.fitting",
     "load": "trueup.calibration",
     "attach": "trueup.calibration",
     "sample": "trueup.sampling",
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from trueup.denoiser import Denoiser as Denoiser
     from trueup.density import likelihood as likelihood
     from trueup.errors import TrueupError as TrueupError
-    from trueup.estimate import calibrate as calibrate
+    from trueup.fitting import calibrate as calibrate
     from trueup.evaluation import evaluate as evaluate
     from trueup.images import Images as Images
     from trueup.parametrization import Parametrization as Parametrization
     from trueup.sampling import sample as sample
-    from trueup.trajectory import calibrate_sampler as calibrate_sampler
+    from trueup.fitting import fit_solver as fit_solver
 
 
 def __getattr__(name: str) -> Any:

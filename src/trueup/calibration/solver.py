@@ -26,6 +26,8 @@ class FittedSolver:
     tables: Tensor  # (N, 4, C, bands) what is added to them
     offset: Tensor  # (N, C, K) in the DCT
     guidance: float = 1.0
+    gains: str = "none"
+    evidence: dict[str, float] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -3,6 +3,6 @@
 from trueup.estimate.families import FAMILIES, Family, register
 from trueup.estimate.measuring import default_levels, measure
 from trueup.estimate.moments import Moments
-from trueup.estimate.solve import calibrate, fit
+from trueup.estimate.solve import fit
 
-__all__ = ["FAMILIES", "Family", "Moments", "calibrate", "default_levels", "fit", "measure", "register"]
+__all__ = ["FAMILIES", "Family", "Moments", "default_levels", "fit", "measure", "register"]

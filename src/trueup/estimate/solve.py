@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from os import PathLike
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +14,6 @@ from trueup.calibration.correction import CHANGED
 from trueup.errors import Argument, TrueupError
 from trueup.estimate import confirm
 from trueup.estimate.families import FAMILIES, Family, Slopes
-from trueup.estimate.measuring import measure
 from trueup.estimate.moments import Moments, U
 from trueup.estimate.regress import Centred, Mean, Slope, divide, mean_residual
 from trueup.estimate.shrink import kernel_weights, shrinker
@@ -30,38 +26,9 @@ FEWEST_FOLDS = 4  # fewer cannot say how far they scatter
 INFLATION_WIDTH = 1.0  # lam over which the excess of fold scatter over model variance is averaged
 
 
-def calibrate(
-    model: Any,
-    data: Any,
-    *,
-    family: str = "spectral",
-    estimator: str = "shrunk",
-    levels: Sequence[float] | Tensor | None = None,
-    seed: int = 0,
-    run: str | PathLike[str] | None = None,
-    trust: bool = False,
-    progress: bool | None = None,
-) -> Calibration:
-    """Measure a network on images and fit the correction that images it has not seen confirm.
-
-    model: a diffusers pipeline, a saved directory, a `Denoiser` around any network, or what
-    `trueup.hf.as_denoiser` makes of a diffusers model with its scheduler. data: `Images`, or 500 of a folder,
-    an array, a dataset or whatever else `Images` takes.
-
-    family: "shift" (the paper's) or "spectral". estimator: "shrunk", or the unshrunk "plain" (the paper's),
-    "paired", "regressed". levels: times of the network's process; the default covers all of it. run: a
-    directory that keeps what was measured, to go on from after an interruption or to add images to. trust:
-    calibrate even if the network seems to be used wrongly. progress: show a bar; by default a bar in a
-    terminal and a line now and then elsewhere.
-    """
-    _check(family, estimator)
-    moments = measure(model, data, levels=levels, seed=seed, run=run, trust=trust, progress=progress)
-    return fit(moments, family=family, estimator=estimator)
-
-
 def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk") -> Calibration:
     """Fit a calibration to moments of all classes together; fast, no network involved."""
-    _check(family, estimator)
+    check_names(family, estimator)
     if moments.images == 0:
         raise TrueupError("these moments hold no samples")
     noted, moments = moments, _measured(moments.to("cpu").used()).of_equal_weight()
@@ -167,7 +134,8 @@ def support(correction: Correction, moments: Moments) -> Tensor:
     return divide(total - apart, total + apart + least[first] + least[second]).clamp(0.0, 1.0)
 
 
-def _check(family: str, estimator: str) -> None:
+def check_names(family: str, estimator: str) -> None:
+    """Raise for a family or an estimator that is not known, or that do not go together."""
     for what, name, known in (("family", family, FAMILIES), ("estimator", estimator, ESTIMATORS)):
         if name not in known:
             raise TrueupError(f"unknown {what} {name!r}; choose from {', '.join(known)}")

@@ -1,7 +1,13 @@
-"""Each step of a solver fitted to the fine trajectories, in closed form, and brought to where it should be."""
+"""The steps of a solver in closed form: fitted to the fine trajectories, or brought to the data's moments.
+
+Both walk through the solver's own states, step after step, each after those before it were fitted. The last
+step is never touched: what the network takes the data to be, at little noise, has no grain that a fit could
+add or take away.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -9,118 +15,107 @@ from torch import Tensor
 
 from trueup.bands import Bands
 from trueup.calibration.solver import FittedSolver
+from trueup.fitting.judge import Moments, dct_of
 from trueup.fitting.teacher import Teacher
 from trueup.sampling.network import Network
 from trueup.sampling.rules import MEMORY
 from trueup.statistics import mean_and_error, threshold
 
 FOLDS = 8
-RIDGE = 1e-4
-SIGMAS = 1.5
+RIDGE = 1e-4  # of each regressor's power: they are nearly one another at small steps
+SIGMAS = 1.5  # how sure held-out trajectories must be
 _TINY = 1e-300
 
-
-def fold_members(n: int, device: torch.device) -> Tensor:
-    fold = torch.randperm(n, generator=torch.Generator().manual_seed(n)) % FOLDS
-    return torch.nn.functional.one_hot(fold, FOLDS).double().to(device)  # (n, F)
+# parts (J, n, C, K), what the rule makes of them (n, C, K), step -> tables (J, C, bands) and offset (C, K)
+Step = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
-def fit_step(bands: Bands, parts: Tensor, base: Tensor, target: Tensor, ridge: float = RIDGE, confirm: bool = True):
-    """Tables (J, C, bands) and offset (C, K) that take the base's prediction to the target.
+def fitted(solver: FittedSolver, network: Network, teacher: Teacher) -> FittedSolver:
+    """Each step regressed on the fine trajectories, per channel and band (equation 37)."""
+    lam = (solver.alpha[:-1] / solver.sigma[:-1]).log()
 
-    parts (J, n, C, K): DCTs of x and of what is remembered; base (n, C, K) the rule's own prediction.
-    """
-    count, n = parts.shape[:2]
-    member = fold_members(n, parts.device)
-    rows = member.sum(0)
-    residual = target - base
-    means, off = parts.mean(1, keepdim=True), residual.mean(0)
-    r, e = parts - means, residual - off  # centred
-    by_fold = lambda v: torch.einsum("nf,ncb->fcb", member, bands.sum(v))
-    gram = torch.stack([torch.stack([by_fold(r[i] * r[j]) for j in range(count)]) for i in range(count)])
-    cross = torch.stack([by_fold(r[i] * e) for i in range(count)])  # (J, F, C, bands)
-    power = by_fold(e * e)
+    def step(parts: Tensor, made: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        target = dct_of(solver.bands, teacher.at(float(lam[i + 1])))
+        return regression(solver.bands, parts, target - made)
 
-    def solve(g: Tensor, c: Tensor) -> Tensor:  # (J, J, C, b), (J, C, b) -> (J, C, b)
-        scale = g.diagonal(dim1=0, dim2=1).movedim(-1, 0).clamp_min(_TINY).sqrt()  # (J, C, b)
-        g = g / (scale[:, None] * scale[None])
-        g = g.movedim((0, 1), (-2, -1)) + ridge * torch.eye(count, dtype=g.dtype, device=g.device)
-        return torch.linalg.solve(g, (c / scale).movedim(0, -1)[..., None])[..., 0].movedim(-1, 0) / scale
-
-    tables = solve(gram.sum(2), cross.sum(1))
-    if confirm:
-        gains = []
-        for f in range(FOLDS):
-            w = solve(gram.sum(2) - gram[:, :, f], cross.sum(1) - cross[:, f])
-            gains.append(2 * (w * cross[:, f]).sum(0) - torch.einsum("icb,ijcb,jcb->cb", w, gram[:, :, f], w))
-        score = torch.stack(gains).cpu()  # (F, C, bands)
-        mean, error = mean_and_error(score, rows.cpu())
-        surprise = threshold(SIGMAS, FOLDS) * 2**0.5 * error / mean.clamp_min(_TINY)
-        scale = torch.where(mean > 0, (1 - surprise.square()).clamp_min(0.0), torch.zeros_like(mean))
-        tables = tables * scale.to(tables)
-    # The mean of what is left, kept by its evidence (James and Stein, by band).
-    left = residual - (bands.spread(tables)[:, None] * parts).sum(0)
-    m = left.mean(0)  # (C, K)
-    sizes = bands.sizes.to(m)
-    noise = bands.sum(left.var(0)) / sizes / n  # (C, bands)
-    surprise = bands.sum(m.square()) / sizes / noise.clamp_min(_TINY)
-    excess = (surprise - 1 - SIGMAS * (2 / sizes).sqrt()).clamp_min(0.0)
-    return tables, bands.spread(excess / (1 + excess)) * m
+    return _walk(solver, network, teacher.noise, step)
 
 
-def fit(
-    solver: FittedSolver, network: Network, teacher: Teacher, *, restore: str = "none", last: bool = True,
-    data=None, ridge: float = RIDGE, confirm: bool = True, fitted: bool = True,
-) -> FittedSolver:
-    """Fit all steps; restore: "none", "keep" or "data"; last: the last step as well."""
+def restored(solver: FittedSolver, network: Network, noise: Tensor, data: Moments) -> FittedSolver:
+    """Each state brought to the data's mean and variance at its level (equation 35)."""
+    bands = solver.bands
+
+    def step(parts: Tensor, made: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        mean = made.mean(0)
+        variance = bands.sum((made - mean).square().mean(0)) / bands.sizes.to(mean)
+        level = float(solver.alpha[i + 1]), float(solver.sigma[i + 1])
+        goal, wanted = (value.to(mean) for value in data.at(*level))
+        gain = (wanted / variance.clamp_min(1e-12)).sqrt()
+        rule = solver.weights[i, : len(parts)].to(mean)[:, None, None]
+        return (gain - 1) * rule, goal - bands.spread(gain) * mean
+
+    return _walk(solver, network, noise, step)
+
+
+def _walk(solver: FittedSolver, network: Network, noise: Tensor, step: Step) -> FittedSolver:
+    """Through all states but the last, fitting each step before it is taken."""
     bands, tables, offset = solver.bands, solver.tables.clone(), solver.offset.clone()
-    x = teacher.noise * network.process.prior_std
+    x = noise * network.process.prior_std
     history: list[Tensor] = []
-    lam = (solver.alpha / solver.sigma.clamp_min(1e-300)).log()
-    steps = len(solver.t)
-
-    def dct(v: Tensor) -> Tensor:
-        return bands.dct(v.double()).flatten(2)
-
-    z: list[Tensor] = []
+    coefficients: list[Tensor] = []
     with torch.inference_mode(), network.denoiser.evaluating():
-        for i, t in enumerate(solver.t.tolist()):
-            output = network(x, t)
-            history.insert(0, solver.remembered(i, output, x, network.parametrization))
-            z.insert(0, dct(history[0]))
-            del history[MEMORY:], z[MEMORY:]
-            final = i == steps - 1
-            if not final or last:
-                parts = torch.stack([dct(x), *z])  # (J, n, C, K)
-                w = solver.weights[i].tolist()
-                base = sum(weight * part for weight, part in zip(w, parts, strict=False))
-                target = dct(teacher.samples if final else teacher.at(float(lam[i + 1])))
-                if fitted:
-                    table, off = fit_step(bands, parts, base, target, ridge, confirm)
-                else:
-                    table, off = torch.zeros_like(parts[:, 0, :, : bands.count]), torch.zeros_like(parts[0, 0])
-                made = base + (bands.spread(table)[:, None] * parts).sum(0) + off
-                if restore != "none":
-                    m = made.mean(0)
-                    sizes = bands.sizes.to(m)
-                    var = bands.sum((made - m).square().mean(0)) / sizes
-                    if restore == "keep":
-                        mu = target.mean(0)
-                        wanted = bands.sum((target - mu).square().mean(0)) / sizes
-                        mu = m
-                    else:
-                        a, s = float(solver.alpha[i + 1]), float(solver.sigma[i + 1])
-                        mu, wanted = (v.to(m) for v in data.at(a, s))
-                    g = (wanted / var.clamp_min(1e-12)).sqrt()
-                    if restore == "data-careful":
-                        noise = s**2 / wanted
-                        lg = g.log()
-                        g = (torch.where(lg > 0, noise * lg, lg).exp() if not final else g.clamp_max(1.5))
-                    wide = torch.tensor(w[: len(parts)], dtype=torch.float64, device=m.device)[:, None, None]
-                    table = g * (table + wide) - wide
-                    off = bands.spread(g) * (off - m) + mu
-                tables[i, : len(table)] = table.cpu()
-                offset[i] = off.cpu()
-                solver = replace(solver, tables=tables, offset=offset)
+        for i, t in enumerate(solver.t[:-1]):
+            answer = solver.remembered(i, network(x, t), x, network.parametrization)
+            history = [answer, *history][:MEMORY]
+            coefficients = [dct_of(bands, answer), *coefficients][:MEMORY]
+            parts = torch.stack([dct_of(bands, x), *coefficients])  # (J, n, C, K)
+            made = torch.einsum("j,jnck->nck", solver.weights[i, : len(parts)].to(parts), parts)
+            table, shift = step(parts, made, i)
+            tables[i, : len(table)], offset[i] = table.cpu(), shift.cpu()
+            solver = replace(solver, tables=tables, offset=offset)
             x = solver.step(i, x, history)
     return solver
+
+
+def regression(bands: Bands, parts: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """What parts (J, n, C, K) explain of a residual (n, C, K), as far as held-out trajectories confirm it."""
+    n = parts.shape[1]
+    fold = torch.randperm(n, generator=torch.Generator().manual_seed(n)) % FOLDS
+    member = torch.nn.functional.one_hot(fold, FOLDS).to(parts)  # (n, F)
+    r, e = parts - parts.mean(1, keepdim=True), residual - residual.mean(0)
+
+    def by_fold(value: Tensor) -> Tensor:
+        return torch.einsum("nf,ncb->fcb", member, bands.sum(value))
+
+    gram = torch.stack([torch.stack([by_fold(one * other) for other in r]) for one in r])  # (J, J, F, C, b)
+    cross = torch.stack([by_fold(one * e) for one in r])  # (J, F, C, b)
+    tables, gains = _solve(gram.sum(2), cross.sum(1)), []
+    for f in range(FOLDS):  # fitted without it, scored on it
+        w = _solve(gram.sum(2) - gram[:, :, f], cross.sum(1) - cross[:, f])
+        gains.append(2 * (w * cross[:, f]).sum(0) - torch.einsum("icb,ijcb,jcb->cb", w, gram[:, :, f], w))
+    tables = tables * _confirmed(torch.stack(gains).cpu(), member.sum(0).cpu()).to(tables)
+    left = residual - (bands.spread(tables)[:, None] * parts).sum(0)
+    mean, sizes = left.mean(0), bands.sizes.to(left)
+    # Of the mean of what is left as much as its size, in units of its noise, vouches for; equation 38.
+    noise = bands.sum(left.var(0)) / sizes / n
+    surprise = bands.sum(mean.square()) / sizes / noise.clamp_min(_TINY)
+    excess = (surprise - 1 - SIGMAS * (2 / sizes).sqrt()).clamp_min(0.0)
+    return tables, bands.spread(excess / (1 + excess)) * mean
+
+
+def _solve(gram: Tensor, cross: Tensor) -> Tensor:
+    """Ridge regression of every channel and band, (J, J, C, b) and (J, C, b) -> (J, C, b)."""
+    scale = gram.diagonal(dim1=0, dim2=1).movedim(-1, 0).clamp_min(_TINY).sqrt()  # (J, C, b)
+    matrix = (gram / (scale[:, None] * scale[None])).movedim((0, 1), (-2, -1))
+    matrix = matrix + RIDGE * torch.eye(len(cross), dtype=gram.dtype, device=gram.device)
+    return (
+        torch.linalg.solve(matrix, (cross / scale).movedim(0, -1)[..., None])[..., 0].movedim(-1, 0) / scale
+    )
+
+
+def _confirmed(gains: Tensor, rows: Tensor) -> Tensor:
+    """How much of a fit held-out trajectories confirm, (C, bands); equation 39."""
+    mean, error = mean_and_error(gains, rows)
+    # What fold f gains from g and g from f is partly one number seen twice: the 2.
+    surprise = threshold(SIGMAS, FOLDS) * 2**0.5 * error / mean.clamp_min(_TINY)
+    return torch.where(mean > 0, (1 - surprise.square()).clamp_min(0.0), torch.zeros_like(mean))

@@ -135,7 +135,8 @@ class Grid:
             named = {"time": "even in time", "quadratic": "quadratic in time"}[self.spacing]
         else:
             named = "even in log-SNR" if math.isinf(self.spacing) else f"Karras {self.spacing:g}"
-        return f"{named}, to {self.rise:g} below the largest lam" if self.rise else named
+        left = math.exp(self.rise)
+        return f"{named}, {left:.2g} times the least noise at the end" if left > 1.05 else named
 
     def times(self, process: NoiseProcess, steps: int) -> Tensor:
         """The times of `steps` evaluations, (N,)."""

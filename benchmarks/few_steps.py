@@ -1,0 +1,201 @@
+"""Few steps: the solver fitted to a calibrated network beside the usual samplers on their usual grids.
+
+    python benchmarks/few_steps.py --model RAW EMA --data cifar10.npy --test cifar10-test.npy
+    python benchmarks/few_steps.py ... --part counts      # how many trajectories
+    python benchmarks/few_steps.py ... --part gains       # the limit with each form of the gains
+
+Fréchet distances (EfficientNet-lite0 features, not Inception's) to the test images; every cell starts from
+the same noise. "uncalibrated" and "calibrated" are the best of all samplers and grids in SAMPLERS, chosen for
+each cell by the distance itself, which nobody could do in use; the fitted solver is chosen without it. Models
+are directories, of diffusers or of benchmarks/networks.py.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import trueup
+from trueup.calibration import Attachment
+from trueup.estimate import fit, measure
+from trueup.fitting import fit_solver, judge
+from trueup.fitting.calibrating import labels_of
+from trueup.fitting.teacher import Teacher
+from trueup.hf.schedulers import make_scheduler
+from trueup.sampling.draw import as_solver, network_for
+from trueup.sampling.fitted import Fitted, plan
+from trueup.sampling.rules import RULES, Grid
+from trueup.sampling.schedulers import SchedulerSolver
+from trueup.sampling.solver import solvers_for
+
+from common import Quality, comparison_parser, finish, load_model, table
+
+TIME, LOG, KARRAS = Grid("time"), Grid(), Grid(7.0)
+SAMPLERS: list[tuple[str, Any]] = [
+    ("ddim", TIME), ("ddim", LOG), ("x0-2", TIME), ("x0-2", LOG), ("x0-2", KARRAS), ("x0-3", TIME),
+    ("x0-3", LOG), ("x0-3", KARRAS), ("ipndm-3", TIME), ("ipndm-3", LOG), ("dpm-solver-3", None),
+    ("unipc", None), ("unipc", "karras"), ("deis", None),
+]  # fmt: skip
+NAMES = {"ddim": "DDIM", "x0-2": "DPM-Solver++ 2M", "x0-3": "DPM-Solver++ 3M", "ipndm-3": "iPNDM"}
+
+
+class Setting:
+    """A network, its calibration judged by samples, and the distance samples are measured by."""
+
+    def __init__(self, path: str, options):
+        self.options = options
+        if (Path(path) / "kind.json").exists():
+            from networks import load
+
+            self.denoiser = load(Path(path), options.device, options.batch_size)
+        else:
+            self.denoiser = load_model(path, options)
+        network = self.denoiser.network
+        if options.half:
+            network.half().to(memory_format=torch.channels_last)
+        images = np.load(options.data)[: options.images]
+        labels = None if options.labels is None else np.load(options.labels)[: options.images]
+        data = trueup.Images(images, labels=None if labels is None else torch.from_numpy(labels))
+        moments = measure(self.denoiser, data, trust=True, progress=False)
+        self.labels = labels_of(data, self.denoiser)
+        self.calibration = judge(self.denoiser, fit(moments), labels=self.labels, progress=False)
+        self.quality = Quality(self.denoiser, np.load(options.test))
+
+    def distance(self, calibration, solver, nfe: int) -> float:
+        options = self.options
+        how = {"labels": self.labels} if self.denoiser.conditional else {}
+        found = self.quality(
+            self.denoiser, calibration, solver, nfe, options.samples, options.batch_size, **how
+        )
+        return found[0].value
+
+    def limit(self, gains: str) -> float:
+        """Of the many-step limit, from the same noise."""
+        network = network_for(self.denoiser, self.labels)
+        every, parts = network.y, []
+        size = self.options.batch_size
+        for first in range(0, self.options.samples, size):
+            index = torch.arange(first, min(first + size, self.options.samples))
+            network.index, network.y = index, None if every is None else every[index % len(every)]
+            with Attachment(self.denoiser, self.calibration, gains=gains):
+                parts.append(Teacher.of(network, 0, intervals=64, keep=False).samples)
+        return self.quality.of(torch.cat(parts), self.denoiser)
+
+    def usual(self, name: str, grid, nfe: int):
+        rules = {rule.name: rule for rule in RULES}
+        if name in rules:
+            made = plan(self.denoiser, rules[name], grid, nfe, self.labels)
+            return None if made is None else Fitted(made)
+        if name not in solvers_for(self.denoiser):
+            return None
+        if grid is None:
+            return as_solver(name, self.denoiser)
+        scheduler, own = make_scheduler(name, self.denoiser)
+        scheduler = type(scheduler).from_config(scheduler.config, use_karras_sigmas=True)
+        return SchedulerSolver(scheduler, name, exact=own)
+
+
+def full_table(setting: Setting, entry: dict, options) -> list[list[str]]:
+    head = ["evaluations", "uncalibrated", "calibrated", "fitted, uncalibrated", "**calibrated, fitted**"]
+    rows = [[*head, "how", "limit"]]
+    entry["limit"] = {form: setting.limit(form) for form in ("none", setting.calibration.gains)}
+    limit = entry["limit"][setting.calibration.gains]
+    started = time.monotonic()
+    how = {"labels": setting.labels, "trajectories": options.trajectories, "progress": False}
+    fitted = fit_solver(setting.denoiser, setting.calibration, nfe=options.nfe, **how)
+    entry["seconds to fit"] = time.monotonic() - started
+    alone = fit_solver(setting.denoiser, None, nfe=options.nfe, **how)
+    entry["gains"], entry["rows"] = setting.calibration.gains, []
+    for nfe in options.nfe:
+        usual: dict[str, list] = {"uncalibrated": [], "calibrated": []}
+        for name, grid in SAMPLERS:
+            for kind, calibration in (("uncalibrated", None), ("calibrated", setting.calibration)):
+                try:
+                    solver = setting.usual(name, grid, nfe)
+                    if solver is not None:
+                        found = setting.distance(calibration, solver, nfe)
+                        where = grid.name if isinstance(grid, Grid) else grid or "its own"
+                        usual[kind].append([found, NAMES.get(name, name), where])
+                except (trueup.TrueupError, ValueError) as error:
+                    print(f"{name} {grid} at {nfe}: {error}")
+        solver = fitted.solver(nfe)
+        row = {
+            "nfe": nfe,
+            "usual": usual,
+            "fitted alone": setting.distance(alone, "fitted", nfe),
+            "fitted": setting.distance(fitted, "fitted", nfe),
+            "evidence": solver.evidence,
+            "provenance": solver.provenance,
+        }
+        entry["rows"].append(row)
+        cells = [f"{b[0]:.1f} ({b[1]}, {b[2]})" for b in (min(usual[kind]) for kind in usual)]
+        origin = solver.provenance
+        words = f"{origin['rule']}, {origin['grid']}; {origin['fitted']}"
+        rows.append(
+            [
+                str(nfe),
+                *cells,
+                f"{row['fitted alone']:.1f}",
+                f"**{row['fitted']:.1f}**",
+                words,
+                f"{limit:.1f}",
+            ]
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def counts(setting: Setting, entry: dict, options) -> list[list[str]]:
+    rows = [["evaluations", *(f"{n} trajectories" for n in (64, 128, 256, 512))]]
+    for nfe in options.nfe:
+        cells = []
+        for n in (64, 128, 256, 512):
+            cal = fit_solver(
+                setting.denoiser,
+                setting.calibration,
+                nfe=nfe,
+                trajectories=n,
+                labels=setting.labels,
+                progress=False,
+            )
+            entry[f"{nfe}, {n}"] = setting.distance(cal, "fitted", nfe)
+            cells.append(f"{entry[f'{nfe}, {n}']:.1f}")
+        rows.append([str(nfe), *cells])
+    return rows
+
+
+def gains(setting: Setting, entry: dict, options) -> list[list[str]]:
+    forms = ("none", "least-squares", "sqrt", "response")
+    entry |= {form: setting.limit(form) for form in forms}
+    entry |= {"chosen": setting.calibration.gains, **setting.calibration.provenance.get("samples", {})}
+    return [[*forms, "chosen"], [*(f"{entry[form]:.2f}" for form in forms), setting.calibration.gains]]
+
+
+def main() -> None:
+    p = comparison_parser(__doc__)
+    p.add_argument("--part", choices=["table", "counts", "gains"], nargs="+", default=["table"])
+    p.add_argument("--labels", metavar="FILE", help=".npy of labels, for conditional networks")
+    p.add_argument("--images", type=int, default=500, help="behind the calibrations")
+    p.add_argument("--trajectories", type=int, default=128)
+    p.add_argument("--nfe", type=int, nargs="+", default=[4, 5, 6, 8, 10, 15, 20])
+    options = p.parse_args()
+    parts = {"table": full_table, "counts": counts, "gains": gains}
+    results: dict = {}
+    for path in options.model:
+        setting = Setting(path, options)
+        for part in options.part:
+            entry: dict = {}
+            results[f"{path} {part}"] = entry
+            rows = parts[part](setting, entry, options)
+            print(
+                f"\n{path}: {options.samples} samples, {options.images} images\n\n{table(rows)}", flush=True
+            )
+            finish(options, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Calibrate a model: the network measured and corrected, judged by its samples, and a solver fitted to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trueup.calibration import Calibration
+from trueup.denoiser import Denoiser
+from trueup.estimate import fit, measure
+from trueup.estimate.solve import check_names
+from trueup.fitting.gains import TRAJECTORIES, judge
+from trueup.fitting.solve import checked_numbers, fit_solver
+from trueup.hf import as_denoiser
+from trueup.images import open_images
+
+
+def calibrate(
+    model: Any,
+    data: Any,
+    *,
+    family: str = "spectral",
+    estimator: str = "shrunk",
+    levels: Sequence[float] | Tensor | None = None,
+    nfe: int | list[int] | None = None,
+    seed: int = 0,
+    run: str | PathLike[str] | None = None,
+    trust: bool = False,
+    progress: bool | None = None,
+) -> Calibration:
+    """Measure a network on images and fit the correction that images it has not seen confirm.
+
+    model: a diffusers pipeline, a saved directory, a `Denoiser` around any network, or what
+    `trueup.hf.as_denoiser` makes of a diffusers model with its scheduler. data: `Images`, or 500 of a folder,
+    an array, a dataset or whatever else `Images` takes.
+
+    A few samples, drawn without the correction and with two forms of it, then say which form to attach for
+    sampling (`Calibration.gains`): the lowest loss does not make the best samples. nfe: fit solvers for so
+    many evaluations as well (see `fit_solver`).
+
+    family: "shift" (the paper's) or "spectral". estimator: "shrunk", or the unshrunk "plain" (the paper's),
+    "paired", "regressed". levels: times of the network's process; the default covers all of it. run: a
+    directory that keeps what was measured, to go on from after an interruption or to add images to. trust:
+    calibrate even if the network seems to be used wrongly. progress: show a bar; by default a bar in a
+    terminal and a line now and then elsewhere.
+    """
+    check_names(family, estimator)
+    numbers = None if nfe is None else checked_numbers(nfe)
+    denoiser = as_denoiser(model)
+    moments = measure(denoiser, data, levels=levels, seed=seed, run=run, trust=trust, progress=progress)
+    calibration = fit(moments, family=family, estimator=estimator)
+    labels = labels_of(data, denoiser)
+    calibration = judge(denoiser, calibration, labels=labels, seed=seed, progress=progress)
+    if numbers is None:
+        return calibration
+    return fit_solver(denoiser, calibration, nfe=numbers, labels=labels, seed=seed, progress=progress)
+
+
+def labels_of(data: Any, denoiser: Denoiser) -> Tensor | None:
+    """Labels as often as they are in the data, for a conditional network."""
+    if not denoiser.conditional:
+        return None
+    found: list[Tensor] = []
+    for batch in open_images(data, denoiser).batches(TRAJECTORIES):
+        assert batch.y is not None
+        found.append(batch.y.cpu())
+        if sum(map(len, found)) >= 4 * TRAJECTORIES:
+            break
+    return torch.cat(found)

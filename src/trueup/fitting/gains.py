@@ -1,0 +1,79 @@
+"""Which gains make better samples: a few are drawn near the limit with each, and compared with the data.
+
+Least squares has the lowest loss, but shrinks the network's own opinion below what an ideal network's varies
+by, and samples then vary too little. Loss cannot tell how much of it to keep; the samples' bands can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from trueup.calibration import Attachment, Calibration
+from trueup.denoiser import Denoiser
+from trueup.fitting.judge import Miss, Moments, seen
+from trueup.fitting.teacher import Teacher
+from trueup.noise import mix
+from trueup.progress import Progress
+from trueup.sampling.draw import network_for
+
+TRAJECTORIES = 64
+INTERVALS = 24
+MATERIAL = 0.005  # nats a coefficient by which another form must be closer than the one derived
+_OWN_STREAM = 0x6761696E
+
+
+def judge(
+    denoiser: Denoiser,
+    calibration: Calibration,
+    *,
+    trajectories: int = TRAJECTORIES,
+    labels: Any = None,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Calibration:
+    """The calibration with the gains that samples favour, and what they say.
+
+    "sqrt" is what theory says (equation 54); "response" takes its place if its samples' moments are surely
+    and materially closer to the data's, and "none" if those of the network as it is are closer than either's.
+    """
+    data = Moments.of(calibration)
+    if data is None or calibration.empty:
+        return calibration
+    forms = ["none", "sqrt", *(["response"] if calibration.correction.a.any() else [])]
+    network = network_for(denoiser, labels)
+    network.index = torch.arange(trajectories)
+    if network.y is not None:
+        network.y = network.y[network.index % len(network.y)]
+    misses: dict[str, Miss] = {}
+    evaluations = (INTERVALS + 1) * trajectories * len(forms)
+    with Progress(evaluations, "drawing samples to judge by", show=progress) as bar:
+        network.advance = bar.update
+        for form in forms:
+            with Attachment(denoiser, calibration, gains=form):
+                limit = Teacher.of(network, mix(seed ^ _OWN_STREAM), intervals=INTERVALS, keep=False)
+            misses[form] = data.miss(seen(limit.samples, denoiser))
+    found: dict[str, Any] = {form: _plain(miss) for form, miss in misses.items()}
+    chosen = choose(misses)
+    if chosen != "none":
+        change = misses[chosen].less(misses["none"])
+        found["change"] = [change.value, change.low, change.high]
+    told = {"miss": found, "trajectories": trajectories, "evaluations": INTERVALS + 1}
+    return replace(calibration, gains=chosen, provenance={**calibration.provenance, "samples": told})
+
+
+def choose(misses: dict[str, Miss]) -> str:
+    """The form whose samples are closest to the data, ties to what is derived."""
+    chosen = "sqrt"
+    if "response" in misses:
+        change = misses["response"].less(misses["sqrt"])
+        if change.high < 0 and change.value < -MATERIAL:
+            chosen = "response"
+    return chosen if misses[chosen].number.value < misses["none"].number.value else "none"
+
+
+def _plain(miss: Miss) -> list[float]:
+    number = miss.number
+    return [number.value, number.low, number.high]

@@ -1,0 +1,103 @@
+"""How good samples are, without a metric of images: against the data's bands, and against the limit.
+
+Samples are looked at as a person sees them: values beyond the data's range are clamped to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trueup.bands import Bands
+from trueup.calibration import Calibration
+from trueup.denoiser import Denoiser
+from trueup.statistics import Number
+
+FOLDS = 16
+_LEAST = 1e-8  # variance of a coefficient that never changes: far below what 8 bits can tell
+
+
+def seen(x: Tensor, denoiser: Denoiser) -> Tensor:
+    """Samples as they are shown."""
+    return x if denoiser.data_range is None else x.clamp(*denoiser.data_range)
+
+
+def dct_of(bands: Bands, x: Tensor) -> Tensor:
+    """Coefficients (n, C, K), in float64 where the device has it."""
+    return bands.dct(x.float() if x.device.type == "mps" else x.double()).flatten(2)
+
+
+@dataclass(eq=False, repr=False)
+class Moments:
+    """What the bands of samples should be: the data's mean and variance."""
+
+    bands: Bands
+    mean: Tensor  # (C, K)
+    variance: Tensor  # (C, bands) of one coefficient
+    images: int
+
+    @classmethod
+    def of(cls, calibration: Calibration | None) -> Moments | None:
+        """Those of the data behind a calibration; none if it has seen no data."""
+        if calibration is None or not calibration.data_images or calibration.generated is not None:
+            return None
+        bands, images = calibration.correction.bands, calibration.data_images
+        return cls(bands, calibration.data_mean, calibration.data_variance.clamp_min(_LEAST), images)
+
+    def at(self, alpha: float, sigma: float) -> tuple[Tensor, Tensor]:
+        """Mean (C, K) and variance (C, bands) of x_t, equation 34."""
+        return alpha * self.mean, alpha**2 * self.variance + sigma**2
+
+    def miss(self, x: Tensor) -> Miss:
+        """How far samples are off, equation 36 per coefficient, every band counted alike."""
+        z = dct_of(self.bands, x)
+        n = len(z)
+        folds = min(FOLDS, n)
+        fold = torch.randperm(n, generator=torch.Generator().manual_seed(n)) % folds
+        member = torch.nn.functional.one_hot(fold, folds).to(z)  # (n, F)
+        first = torch.einsum("nf,nck->fck", member, z).cpu()
+        second = torch.einsum("nf,ncb->fcb", member, self.bands.sum(z.square())).cpu()
+        rows = member.sum(0).cpu()
+
+        def nats(first: Tensor, second: Tensor, count: Tensor) -> Tensor:
+            sizes = self.bands.sizes.to(first)
+            mean = first / count
+            variance = (second / count - self.bands.sum(mean.square())) / sizes * (count / (count - 1))
+            off = self.bands.sum((mean - self.mean).square()) / sizes - self.variance / self.images
+            ratio = (variance / self.variance).clamp_min(1e-6)
+            return (0.5 * off / self.variance + 0.5 * (ratio - 1 - ratio.log())).mean()
+
+        whole = nats(first.sum(0), second.sum(0), rows.sum())
+        without = [
+            nats(first.sum(0) - first[f], second.sum(0) - second[f], rows.sum() - rows[f])
+            for f in range(folds)
+        ]
+        return Miss(folds * whole - (folds - 1) * torch.stack(without))
+
+
+@dataclass(eq=False, repr=False)
+class Miss:
+    """A miss in nats, as the jackknife's pseudo-values, so that those of paired samples can be compared."""
+
+    values: Tensor  # (F,)
+
+    @property
+    def number(self) -> Number:
+        """The miss with its interval."""
+        return Number.mean(self.values)
+
+    def less(self, other: Miss) -> Number:
+        """The difference to a miss of samples from the same noise."""
+        return Number.mean(self.values - other.values)
+
+
+def whitened(bands: Bands, x: Tensor, limit: Tensor) -> Tensor:
+    """Squared error of every sample to its limit, over the limit's variance in each band, (n,)."""
+    goal = dct_of(bands, limit)
+    sizes = bands.sizes.to(goal)
+    variance = bands.sum(goal.var(0)) / sizes  # (C, bands)
+    floor = 1e-6 * variance.mean().clamp_min(_LEAST)
+    error = bands.sum((dct_of(bands, x) - goal).square()) / variance.clamp_min(floor)  # (n, C, bands)
+    return (error.sum((1, 2)) / goal[0].numel()).cpu()

@@ -1,0 +1,217 @@
+"""Fit a solver to a model: steps, rule and what is added to them, for a number of evaluations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trueup.calibration import Attachment, Calibration, as_calibration
+from trueup.calibration.solver import FittedSolver
+from trueup.denoiser import Denoiser
+from trueup.errors import TrueupError
+from trueup.fitting.judge import Miss, Moments, seen
+from trueup.fitting.regress import fitted, restored
+from trueup.fitting.search import error_between, search, search_cost
+from trueup.fitting.teacher import INTERVALS, Teacher
+from trueup.hf import as_denoiser
+from trueup.noise import check_seed, mix
+from trueup.progress import Progress
+from trueup.sampling.draw import network_for
+from trueup.sampling.fitted import follow
+from trueup.sampling.network import Network
+from trueup.statistics import Number
+
+TRAJECTORIES = 128
+FEWEST = 32
+HELD_OUT = 0.25  # of the trajectories
+TRIED = 3  # candidates that are fitted
+MATERIAL = 0.05  # nats a coefficient by which the limit misses the data: all spreads off by a fifth, say
+_OWN_STREAM = 0x736F6C  # so that nothing is fitted on the very samples it is then judged by
+
+
+def fit_solver(
+    model: Any,
+    calibration: Calibration | str | PathLike[str] | None = None,
+    *,
+    nfe: int | list[int] = 8,
+    trajectories: int = TRAJECTORIES,
+    labels: Any = None,
+    guidance: float = 1.0,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Calibration:
+    """The calibration with a solver fitted to the calibrated network for each number of evaluations.
+
+    The network's many-step limit from given noise can be computed, so what few steps get wrong is known
+    exactly, without data. Grids and rules are tried on a few trajectories; the steps of the best are fitted
+    to the fine trajectories in closed form, per channel and frequency band, and kept if other trajectories
+    say that they help. Where the limit itself misses the data's moments by more than `MATERIAL`, states are
+    brought to the data's moments instead, which the calibration knows.
+
+    `sample(model, n, nfe=8, calibration=cal)` uses it, and so does any diffusers pipeline:
+    `pipe.scheduler = cal.scheduler(nfe=8)`. Without a calibration the solver alone is fitted. labels,
+    guidance: as in use; a solver is for one guidance scale.
+    """
+    check_seed(seed)
+    denoiser = as_denoiser(model)
+    denoiser.check_bare()
+    found = Calibration.without_data(denoiser) if calibration is None else as_calibration(calibration)
+    numbers = checked_numbers(nfe)
+    corrected = Attachment(denoiser, found) if not found.empty else nullcontext()
+    fitter = Fitter(denoiser, found, trajectories, labels, guidance, seed, progress, numbers)
+    with corrected, fitter:
+        made = [fitter.fit(number) for number in numbers]
+    new = {(solver.nfe, solver.guidance) for solver in made}
+    kept = [old for old in found.solvers if (old.nfe, old.guidance) not in new]
+    return replace(found, solvers=(*kept, *made))
+
+
+class Fitter:
+    """The trajectories of a network, to fit solvers to."""
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        calibration: Calibration | None,
+        trajectories: int,
+        labels: Any,
+        guidance: float,
+        seed: int,
+        progress: bool | None,
+        numbers: list[int],
+    ):
+        if not isinstance(trajectories, int) or isinstance(trajectories, bool) or trajectories < FEWEST:
+            raise TrueupError(f"a solver is fitted to {FEWEST} trajectories or more, not {trajectories!r}")
+        self.denoiser, self.guidance = denoiser, guidance
+        self.network = network_for(denoiser, labels, guidance)
+        self.index, self.labels = torch.arange(trajectories), self.network.y
+        self.seed, self.count = mix(seed ^ _OWN_STREAM), trajectories
+        self.data = Moments.of(calibration)
+        self.gains = "none" if calibration is None or calibration.empty else calibration.gains
+        self.held = slice(trajectories - max(FEWEST // 2, round(HELD_OUT * trajectories)), trajectories)
+        self.intervals = max(INTERVALS, 2 * max(numbers))
+        self.origin = {"trajectories": trajectories, "seed": seed}
+        self.bar = Progress(self._total(numbers), "fitting a solver", show=progress)
+
+    def __enter__(self) -> Fitter:
+        self.network.advance = self.bar.__enter__().update
+        with self._rows(slice(None)) as network:
+            teacher = Teacher.of(network, self.seed, intervals=self.intervals)
+        self.fitting, self.judging = teacher.rows(slice(0, self.held.start)), teacher.rows(self.held)
+        shown = seen(teacher.samples, self.denoiser)
+        self.limit = None if self.data is None else self.data.miss(shown).number
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.__exit__(*error)
+
+    def _total(self, numbers: list[int]) -> int:
+        """About how many evaluations it takes."""
+        held = self.held.stop - self.held.start
+        each = [TRIED * (self.held.start + 2 * held) * nfe + search_cost(nfe) for nfe in numbers]
+        return (self.intervals + 1) * self.count + sum(each)
+
+    @contextmanager
+    def _rows(self, part: slice) -> Iterator[Network]:
+        """The network for some of the trajectories."""
+        network = self.network
+        network.index = self.index[part]
+        if self.labels is not None:
+            network.y = self.labels[network.index % len(self.labels)]
+        yield network
+
+    @property
+    def far_from_data(self) -> bool:
+        """Whether the limit itself is not where the data are."""
+        return self.limit is not None and self.limit.low > MATERIAL
+
+    def fit(self, nfe: int) -> FittedSolver:
+        """The best of what was tried for a number of evaluations."""
+        with self._rows(slice(0, self.held.start)) as network:
+            tried = search(network, self.fitting, nfe, self.guidance, TRIED)
+            if not tried:
+                raise TrueupError(f"no solver of {nfe} evaluations stays finite on this network")
+            bases = [candidate.solver for candidate in tried]
+            if self.far_from_data:
+                assert self.data is not None
+                better = [restored(base, network, self.fitting.noise, self.data) for base in bases]
+            else:
+                better = [fitted(base, network, self.fitting) for base in bases]
+        with self._rows(self.held) as network:
+            before, after = ([self._judged(s, network) for s in group] for group in (bases, better))
+        base = min(range(len(bases)), key=lambda i: before[i].score)
+        best = min(range(len(better)), key=lambda i: after[i].score)
+        change = after[best].less(before[base])
+        chosen, judged = (better[best], after[best]) if change.high < 0 else (bases[base], before[base])
+        origin = {**chosen.provenance, **self.origin, "fitted": _how(change.high < 0, self.far_from_data)}
+        evidence = {
+            "error_base": before[base].error.value,
+            "error": judged.error.value,
+            "error_se": judged.error.error,
+        }
+        if self.limit is not None and judged.miss is not None and before[base].miss is not None:
+            evidence |= {
+                "limit_miss": self.limit.value,
+                "limit_miss_se": self.limit.error,
+                "miss_base": before[base].miss.number.value,
+                "miss": judged.miss.number.value,
+                "miss_se": judged.miss.number.error,
+            }
+        return replace(chosen, gains=self.gains, evidence=evidence, provenance=origin)
+
+    def _judged(self, solver: FittedSolver, network: Network) -> Judged:
+        x = follow(solver, network, self.judging.noise)
+        errors = error_between(solver, network, x, self.judging)
+        return Judged(
+            errors, None if self.data is None else self.data.miss(seen(x, self.denoiser)), self.far_from_data
+        )
+
+
+@dataclass(eq=False, repr=False)
+class Judged:
+    """What held-out trajectories say of a solver."""
+
+    errors: Tensor  # (n,) whitened, to the limit
+    miss: Miss | None  # of the data's moments
+    by_data: bool  # which of the two decides
+
+    @property
+    def error(self) -> Number:
+        """To the limit."""
+        return Number.mean(self.errors.double())
+
+    @property
+    def score(self) -> float:
+        """The smaller, the better."""
+        value = self.miss.number.value if self.by_data and self.miss is not None else self.error.value
+        return value if math.isfinite(value) else math.inf
+
+    def less(self, other: Judged) -> Number:
+        """How much smaller or larger it is, trajectory by trajectory."""
+        if self.by_data and self.miss is not None and other.miss is not None:
+            return self.miss.less(other.miss)
+        return Number.mean((self.errors - other.errors).double())
+
+
+def _how(better: bool, by_data: bool) -> str:
+    if not better:
+        return "not surely better fitted: steps and rule alone"
+    return "states brought to the data's moments" if by_data else "steps fitted to the limit"
+
+
+def checked_numbers(nfe: Any) -> list[int]:
+    """Numbers of evaluations a solver can be fitted to, rising."""
+    numbers = list(nfe) if isinstance(nfe, (list, tuple, range)) else [nfe]
+    if not numbers:
+        raise TrueupError("say how many evaluations: nfe")
+    for number in numbers:
+        if not isinstance(number, int) or isinstance(number, bool) or not 2 <= number <= 500:
+            raise TrueupError(f"a solver is fitted to 2 to 500 evaluations, not {number!r}")
+    return sorted(set(numbers))
