@@ -19,7 +19,6 @@ __version__ = "0.1.0"
 
 _HOME = {
     "calibrate": "trueup.estimate",
-    "calibrate_sampler": "trueup.trajectory",
     "load": "trueup.calibration",
     "attach": "trueup.calibration",
     "sample": "trueup.sampling",
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from trueup.images import Images as Images
     from trueup.parametrization import Parametrization as Parametrization
     from trueup.sampling import sample as sample
-    from trueup.trajectory import calibrate_sampler as calibrate_sampler
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trueup.calibration.trajectory import Adjust, States
 from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
 from trueup.process import NoiseProcess
@@ -124,14 +123,7 @@ class DPMSolver(Solver):
         kept = ("order", "grid", "allocation", "end")
         return {"kind": type(self).__name__, **{name: getattr(self, name) for name in kept}}
 
-    def states(self, denoiser: Denoiser, nfe: int, y: Any = None) -> States:
-        """Where its states lie: the end of every step (what it evaluates within one is no sample of x_t)."""
-        plan = self.plan(denoiser.process, nfe, denoiser.takes_whole_times_only(y))
-        steps = torch.cat([run[:, [0, -1]] for run in plan])
-        levels = Levels.at(denoiser.process, steps[:, 1])
-        return States(steps[:, 0], levels.log_alpha.exp(), levels.sigma)
-
-    def solve(self, network: Network, noise: Tensor, nfe: int | None, adjust: Adjust | None = None) -> Tensor:
+    def solve(self, network: Network, noise: Tensor, nfe: int | None) -> Tensor:
         """From standard normal noise to samples."""
         process, x = network.process, noise * network.process.prior_std
         if self.adaptive:
@@ -139,9 +131,8 @@ class DPMSolver(Solver):
             x = adaptive.solve(network, x, self.order, end, self.atol, self.rtol)
         else:
             assert nfe is not None
-            for i, step in enumerate(self._steps(network, nfe, x)):
+            for step in self._steps(network, nfe, x):
                 x = _stepped(network, step, x)
-                x = x if adjust is None else adjust(i, x)
         return process.to_data(x, self.end_time(process, nfe))
 
     def _steps(self, network: Network, nfe: int, x: Tensor) -> Iterator[_Step]:

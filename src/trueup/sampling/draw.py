@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from os import PathLike
@@ -12,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trueup.calibration import Attachment, Calibration, Sampler, Trajectory, as_calibration
-from trueup.calibration.trajectory import Adjust, choose, find
+from trueup.calibration import Attachment, Calibration, as_calibration
 from trueup.denoiser import Denoiser
 from trueup.errors import Argument, ModelError, TrueupError
 from trueup.hf import as_denoiser
@@ -54,7 +52,6 @@ def sample(
     calibration: Calibration | str | PathLike[str] | None = None,
     labels: Any = None,
     guidance: float = 1.0,
-    trajectory: bool | None = None,
     seed: int = 0,
     progress: bool | None = None,
 ) -> Tensor:
@@ -65,12 +62,10 @@ def sample(
 
     solver: see `as_solver`. nfe: how many evaluations of the network it may make, per image; some solvers
     make fewer. labels: for a conditional network, one for all or a sequence that image i takes label i of,
-    over and over. guidance: classifier-free guidance's scale, for a network with a null_label. trajectory:
-    whether to keep the sampler's states on the marginals (see `calibrate_sampler`); by default where the
-    calibration knows how for this sampler; True insists on it.
+    over and over. guidance: classifier-free guidance's scale, for a network with a null_label.
     """
     how: dict[str, Any] = {"solver": solver, "nfe": nfe, "calibration": calibration, "labels": labels}
-    how |= {"guidance": guidance, "trajectory": trajectory, "seed": seed, "progress": progress}
+    how |= {"guidance": guidance, "seed": seed, "progress": progress}
     return torch.cat([x.cpu() for _, x in sample_batches(model, count, **how)])
 
 
@@ -84,7 +79,6 @@ def sample_batches(
     calibration: Calibration | str | PathLike[str] | None = None,
     labels: Any = None,
     guidance: float = 1.0,
-    trajectory: bool | None = None,
     seed: int = 0,
     progress: bool | None = None,
     description: str = "sampling",
@@ -103,11 +97,6 @@ def sample_batches(
     classes = network.y
     evaluations = count_evaluations(chosen, nfe, denoiser, classes)
     calibration = None if calibration is None else as_calibration(calibration)
-    adjust = find_trajectory(calibration, chosen, nfe, guidance, trajectory)
-    if adjust is None and trajectory is None and calibration is not None and calibration.trajectories:
-        warnings.warn(f"{without_trajectory(calibration)} (or pass trajectory=False)", stacklevel=3)
-    if adjust is not None and nfe is not None:
-        adjust.check(chosen.states(denoiser, nfe, classes))
     attachment = None if calibration is None else Attachment(denoiser, calibration)  # checked, and off
     total = None if evaluations is None else evaluations * (count - start)
 
@@ -123,7 +112,7 @@ def sample_batches(
                 if classes is not None:
                     network.y = classes[index % len(classes)]
                 with attachment.at_work() if attachment is not None else nullcontext():
-                    x = draw(chosen, network, nfe, adjust)
+                    x = draw(chosen, network, nfe)
                 yield index, x
 
     return batches()
@@ -159,34 +148,8 @@ def check_labels(denoiser: Denoiser, labels: Any, guidance: float = 1.0) -> Tens
     return values
 
 
-def sampler_of(solver: Solver, nfe: int, guidance: float = 1.0) -> Sampler:
-    """What a trajectory of this solver belongs to."""
-    return Sampler.of(solver.name, solver.settings(), solver.budget(nfe), guidance)
-
-
-def find_trajectory(
-    calibration: Calibration | None, solver: Solver, nfe: int | None, guidance: float, wanted: bool | None
-) -> Trajectory | None:
-    """The trajectory to apply: the one for this sampler; wanted: True insists on it, False wants none."""
-    if wanted is False or (wanted is None and (calibration is None or not calibration.trajectories)):
-        return None
-    if calibration is None:
-        raise TrueupError("a trajectory is part of a calibration: pass one")
-    if nfe is None or solver.adaptive:
-        if wanted:
-            raise TrueupError(f"{solver.name} chooses its own steps: there are no trajectories for it")
-        return None
-    return (choose if wanted else find)(calibration.trajectories, sampler_of(solver, nfe, guidance))
-
-
-def without_trajectory(calibration: Calibration) -> str:
-    """What to say when a calibration has trajectories, and none for the sampler at hand."""
-    there = "; ".join(str(made.sampler) for made in calibration.trajectories)
-    return f"no trajectory for this sampler, only for {there}: samples are drawn without one"
-
-
 @torch.inference_mode()
-def draw(solver: Solver, network: Network, nfe: int | None, adjust: Adjust | None = None) -> Tensor:
+def draw(solver: Solver, network: Network, nfe: int | None) -> Tensor:
     """The network's batch of samples, from the noise of their seed and indices."""
     denoiser = network.denoiser
     assert network.index is not None
@@ -194,7 +157,7 @@ def draw(solver: Solver, network: Network, nfe: int | None, adjust: Adjust | Non
     if denoiser.dtype == torch.float64:  # half precision is for networks alone
         noise = noise.double()
     with denoiser.evaluating():
-        x = solver.solve(network, noise, nfe, adjust)
+        x = solver.solve(network, noise, nfe)
     if not torch.isfinite(x).all():
         advice = "use more evaluations, or another solver"
         raise ModelError(f"{solver.name} ran into values that are not finite: {advice}")

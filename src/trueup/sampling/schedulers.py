@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from trueup.calibration.trajectory import Adjust, States
 from trueup.denoiser import Denoiser
 from trueup.errors import MismatchError, TrueupError
 from trueup.files import line
@@ -22,9 +21,6 @@ from trueup.sampling.network import Network
 from trueup.sampling.solver import Solver, register
 from trueup.solvers import SCHEDULERS
 
-# Several evaluations per step, each its own "step": what lies between is no state.
-_STAGED = ("Heun", "KDPM2", "DPMSolverSinglestep")  # in the name of the class
-_CHANGE = 0.01  # of the noise in a state, to see where it goes
 _FIRST_DRAW = -2  # noise key of a scheduler's first draw; -1 is the starting noise
 
 
@@ -90,7 +86,7 @@ class SchedulerSolver(Solver):
             steps = min(steps - 1, steps * nfe // made + 1 if made else steps)  # as evaluations go with steps
         raise TrueupError(f"{self.name} cannot sample in {nfe} evaluations{reason}")
 
-    def solve(self, network: Network, noise: Tensor, nfe: int | None, adjust: Adjust | None = None) -> Tensor:
+    def solve(self, network: Network, noise: Tensor, nfe: int | None) -> Tensor:
         """From standard normal noise to samples; image i's noise depends on the seed and on i alone."""
         assert nfe is not None
         scheduler = self._set(nfe)
@@ -104,10 +100,9 @@ class SchedulerSolver(Solver):
             return normal(network.seed, index, _FIRST_DRAW - draw, shape, device)
 
         drawn = _Noise(noise_of_images, len(index))
-        for i, (t, view) in enumerate(zip(scheduler.timesteps, views, strict=True)):
+        for t, view in zip(scheduler.timesteps, views, strict=True):
             output = view.seen(network, _scaled(scheduler, x, t), variance)
             x = self._step(scheduler, drawn, output, t, x)
-            x = x if adjust is None else adjust(i, x)
         return x
 
     def _views(self, denoiser: Denoiser, times: Tensor, like: Tensor) -> Iterator[_View]:
@@ -150,52 +145,6 @@ class SchedulerSolver(Solver):
     def budget(self, nfe: int) -> int:
         """The evaluations it makes: diffusers counts in steps."""
         return self.evaluations(nfe)
-
-    def states(self, denoiser: Denoiser, nfe: int, y: Any = None) -> States:
-        """Where its states lie, found by stepping through it with data that are a single point.
-
-        All that a network can know of such data it knows, and every solver is exact: the states are
-        alpha x0 + sigma eps, in whatever scale the scheduler keeps them.
-        """
-        alpha, stepped, drew = self._probe(denoiser, nfe)
-        sigma = stepped.clone()
-        times = self._set(nfe).timesteps.double()
-        if drew:  # a solver that adds noise: how much there is, the times say
-            sigma[:-1] = alpha[:-1] * (-self.process.lam(times[1:])).exp()
-        inner = torch.zeros(len(times), dtype=torch.bool)
-        if any(kind in type(self.scheduler).__name__ for kind in _STAGED):
-            for i in range(len(times) - 1):  # does a change of state i arrive at the next one, as it should?
-                expected = (1 + _CHANGE) * stepped[i + 1]
-                found = self._probe(denoiser, nfe, change=i)[1][i + 1]
-                inner[i] = bool((found - expected).abs() > 0.1 * _CHANGE * expected.clamp_min(1e-3))
-        return States(times, alpha, sigma, inner)
-
-    def _probe(self, denoiser: Denoiser, nfe: int, change: int | None = None) -> tuple[Tensor, Tensor, bool]:
-        """alpha and sigma of all states, noise in one larger by _CHANGE; and if any was drawn (all zero)."""
-        scheduler = self._set(nfe)
-        times = scheduler.timesteps
-        alpha, sigma = (f(times.double()).float() for f in (self.process.alpha, self.process.sigma))
-        x0, eps = 0.5 * torch.eye(2).reshape(2, 2, *[1] * len(denoiser.shape))
-        noise = _Noise(lambda draw, shape, device: torch.zeros(2, *shape, device=device), 2)
-        x = alpha[0] * x0 + sigma[0] * eps
-        levels = []
-        for i, t in enumerate(times):
-            scale = float(_scaled(scheduler, torch.ones_like(x), t).flatten()[0])
-            if i == 0:
-                x = x / scale
-            elif not torch.allclose(x[0] * scale, alpha[i] * x0[0], rtol=0.02, atol=1e-3):
-                where = "not where its timesteps say: nothing is known of them"
-                raise TrueupError(f"the states of {self.name} are {where}")
-            known = (x * scale - alpha[i] * x0) / sigma[i]
-            output = self.parametrization.target(x0, known, alpha[i], sigma[i])
-            if _uses_learned_variance(scheduler):
-                output = torch.cat([output, torch.zeros_like(output)], 1)
-            x = self._step(scheduler, noise, output, t, x)
-            if i == change:
-                x = torch.cat([x[:1], (1 + _CHANGE) * x[1:]])
-            levels.append(x.flatten().double().abs() / 0.5)
-        made = torch.stack(levels)
-        return made[:, 0], made[:, 1], noise.draws > 0
 
 
 class _View(NamedTuple):

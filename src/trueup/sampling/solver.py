@@ -7,9 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from trueup.calibration.trajectory import Adjust, States
 from trueup.denoiser import Denoiser
-from trueup.errors import ModelError, TrueupError
+from trueup.errors import ModelError
 from trueup.sampling.network import Network
 
 
@@ -35,12 +34,8 @@ class Solver(Protocol):
         """The number of evaluations its steps depend on."""
         return nfe
 
-    def states(self, denoiser: Denoiser, nfe: int, y: Any = None) -> States:
-        """Where its states lie, for trajectories; one that shows none raises."""
-        raise TrueupError(f"{self.name} does not say where its states lie: there are no trajectories for it")
-
-    def solve(self, network: Network, noise: Tensor, nfe: int | None, adjust: Adjust | None = None) -> Tensor:
-        """From noise (B, *shape) to samples; adjust(i, state) may change state i, of those in `states`."""
+    def solve(self, network: Network, noise: Tensor, nfe: int | None) -> Tensor:
+        """From noise (B, *shape) to samples."""
 
 
 Make = Callable[[Denoiser], Solver]
