@@ -2,18 +2,20 @@
 
 import torch
 
+from trueup.bands import Bands, band_variance
 from trueup.calibration import Calibration, Correction, Evidence
 from trueup.images import open_images
 from trueup.statistics import Number
-from trueup.trajectory.marginals import Marginals
 
 LEVELS = 41
 
 
 def calibration_of(denoiser, images, *, shift=0.0, y=None, generated=None) -> Calibration:
     """It takes `shift` off every value of eps, at every noise level."""
-    data = Marginals.of_data(open_images(images, denoiser))
-    process, bands = denoiser.process, data.bands
+    process, bands = denoiser.process, Bands(denoiser.shape[1:])
+    x0 = torch.cat([batch.x0 for batch in open_images(images, denoiser).batches(64, unique=True)])
+    z = bands.dct(x0.double().cpu()).flatten(2)  # (n, C, K)
+    variance, variance_se = band_variance(bands, z, bands.sum(z.square()), torch.ones(len(z)).double())
     ends = (float(process.lam(t)) for t in (process.t_min, process.t_max))
     t = torch.unique(process.snap(process.t_of_lam(torch.linspace(*ends, LEVELS, dtype=torch.float64))))
     off = bands.dct(torch.full(denoiser.shape, shift, dtype=torch.float64)).flatten(1)  # (C, K)
@@ -27,7 +29,7 @@ def calibration_of(denoiser, images, *, shift=0.0, y=None, generated=None) -> Ca
         t=t,
         shape=denoiser.shape,
         evidence=Evidence(
-            images=data.images,
+            images=len(z),
             folds=16,
             dimensions=off[0].numel(),
             loss=Number(wholly, zeros, wholly, wholly),
@@ -40,10 +42,10 @@ def calibration_of(denoiser, images, *, shift=0.0, y=None, generated=None) -> Ca
         ),
         family="spectral",
         estimator="shrunk",
-        data_mean=data.mean,
-        data_variance=data.variance,
-        data_variance_se=data.variance_se,
-        data_images=data.images,
+        data_mean=z.mean(0),
+        data_variance=variance,
+        data_variance_se=variance_se,
+        data_images=len(z),
         data_digests=torch.zeros(0, dtype=torch.int64),
         provenance={
             "model": denoiser.description,

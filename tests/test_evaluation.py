@@ -19,7 +19,6 @@ from trueup.evaluation import build_reference
 from trueup.metrics import MEASURES, ModuleFeatures, Pixels, measure
 from trueup.sampling import generate
 from trueup.statistics import Number
-from trueup.trajectory import check_sampler
 
 VP = processes.DiscreteVP.linear()
 LEVELS = sorted({*default_levels(VP).tolist(), 300.0, 700.0})
@@ -409,7 +408,6 @@ def test_a_model_that_carries_a_calibration_is_not_taken_for_the_bare_one(
                 biased, calibration, images, samples=8, features="pixels", run=tmp_path / "run", **how
             ),
             lambda: generate(biased, 8, folder=tmp_path / "run", **how),
-            lambda: check_sampler(biased, images, **how),
         ):
             with pytest.raises(ModelError, match="a calibration is attached"):
                 work()

@@ -16,7 +16,7 @@ ROOMS = (
     {"denoiser", "images", "hf", "analytic"},
     {"calibration"},
     {"estimate", "sampling"},
-    {"trajectory"},
+    {"fitting"},
     {"metrics", "density", "evaluation", "comparison"},
     {"report", "figure", "demo", "typed", "options", "checks", "commands", "cli"},
 )

@@ -39,7 +39,6 @@ from trueup.sampling import solver as registry
 from trueup.sampling.schedulers import SchedulerSolver
 from trueup.sampling.store import Kept, Output, grid
 from trueup.solvers import DPM_SOLVERS, NAMES, SCHEDULERS, check_name
-from trueup.trajectory import check_sampler
 
 from tiny import tiny_unet
 
@@ -130,7 +129,7 @@ class Halves(Solver):
     def settings(self):
         return {"kind": "halves"}
 
-    def solve(self, network, noise, nfe, adjust=None):
+    def solve(self, network, noise, nfe):
         x, process = noise, network.process
         for t, s in ((999.0, 500.0), (500.0, 0.0)):
             eps = network(x, t)
@@ -319,7 +318,7 @@ class TestModelIsCorrectedOnlyWhileItDraws:
         other = GaussianMixture(torch.zeros(1, 1, 4, 4), STD).denoiser(processes.Flow(), "flow")
         with pytest.raises(TrueupError):
             sample_batches(other, 8, nfe=6, calibration=cal)
-        for changes in ({"nfe": 0}, {"solver": "nosuch"}, {"labels": 3}, {"trajectory": True}, {"count": 0}):
+        for changes in ({"nfe": 0}, {"solver": "nosuch"}, {"labels": 3}, {"count": 0}):
             with pytest.raises(TrueupError):
                 sample_batches(denoiser, **{"count": 8, "nfe": 6, "calibration": cal, **changes})
         assert not denoiser.corrected
@@ -356,13 +355,11 @@ class TestModelIsCorrectedOnlyWhileItDraws:
 
 @pytest.mark.parametrize("seed", [1.5, "1", None, True, np.int64(1)])
 def test_a_seed_is_a_whole_number(seed):
-    denoiser, cal = off_by(0.3)
+    denoiser, _ = off_by(0.3)
     for draws in (
         lambda: trueup.sample(denoiser, 2, nfe=3, seed=seed),
         lambda: sample_batches(denoiser, 2, nfe=3, seed=seed),
         lambda: generate(denoiser, 2, nfe=3, seed=seed),
-        lambda: trueup.calibrate_sampler(denoiser, cal, nfe=3, seed=seed),
-        lambda: check_sampler(denoiser, cal, nfe=3, seed=seed),
         lambda: normal(seed, torch.arange(2), 0, (1,), CPU),
     ):
         with pytest.raises(TrueupError, match="seed is a whole number, not"):

@@ -9,7 +9,7 @@ from typing import Any
 
 from trueup.errors import Argument, DataError, ModelError, TrueupError
 from trueup.files import bundled
-from trueup.solvers import check_count, check_evaluations
+from trueup.solvers import check_evaluations
 
 # Options of `likelihood` that only one of its methods has.
 BELONGS = dict.fromkeys(("steps", "variance", "draws", "uniform"), "bound")
@@ -66,39 +66,16 @@ def _check_folder(folder: Path) -> None:
 
 
 def _calibrate(options: argparse.Namespace) -> None:
-    if sum(given is not None for given in (options.data, options.generated, options.calibration)) != 1:
-        others = "--generated N (samples of the model itself) and, to add samplers to it, --calibration FILE"
-        raise DataError(f"say what to measure on, one of --data, {others}")
-    if options.calibration is not None and options.solver is None:
-        raise DataError("say which sampler to add to the calibration: --solver NAME --nfe N")
+    if (options.data is None) == (options.generated is None):
+        others = "--generated N (samples of the model itself)"
+        raise DataError(f"say what to measure on, one of --data and {others}")
     if options.generated is not None:
         check_evaluations("dpm-solver-3", options.generate_nfe)
-    _check_about_samplers(options)
 
 
 def _check(options: argparse.Namespace) -> None:
-    _check_about_samplers(options)
-    if options.solver is None:
-        if options.calibration is not None:
-            raise TrueupError("--calibration goes with --solver: how its states drift with the calibration")
-        if options.data is None:
-            raise DataError("say what to measure on: --data")
-        return
-    for name in ("fail_above", "figure"):
-        if getattr(options, name) is not None:
-            raise TrueupError(f"{Argument(name).option()} is about the network: leave out --solver")
-    if (options.data is None) == (options.calibration is None):
-        raise DataError("say what states should be like: --data, or a --calibration that knows its moments")
-
-
-def _check_about_samplers(options: argparse.Namespace) -> None:
-    """Without a sampler there must be nothing said about one."""
-    given = [name for name in ("nfe", "trajectories", "grid") if getattr(options, name) is not None]
-    given += ["guidance"] if options.guidance != 1.0 else []
-    if given and options.solver is None:
-        raise TrueupError(f"{Argument(given[0]).option()} is about a sampler: say which with --solver")
-    if options.solver is not None and options.calibration is None:
-        check_count(getattr(options, "generated", None) or options.images)
+    if options.data is None:
+        raise DataError("say what to measure on: --data")
 
 
 def _evaluate(options: argparse.Namespace) -> None:

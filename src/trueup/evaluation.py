@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trueup import __version__
-from trueup.calibration import Attachment, Calibration, Trajectory, as_calibration
+from trueup.calibration import Attachment, Calibration, as_calibration
 from trueup.comparison import Change, Comparison, Row
 from trueup.denoiser import Denoiser
 from trueup.density import Objectives, objectives
@@ -25,7 +25,7 @@ from trueup.metrics.features import look_at
 from trueup.metrics.measures import measures
 from trueup.progress import Progress
 from trueup.sampling import Solver, as_solver, pictures, sample_batches
-from trueup.sampling.draw import check_labels, count_evaluations, find_trajectory, without_trajectory
+from trueup.sampling.draw import check_labels, count_evaluations
 from trueup.sampling.store import Kept
 
 REFERENCE_IMAGES = 10_000
@@ -51,7 +51,6 @@ def evaluate(
     features: str | Features | Callable[[Tensor], Any] = "efficientnet",
     labels: Any = None,
     guidance: float = 1.0,
-    trajectory: bool | None = None,
     loss: bool = True,
     seed: int = 0,
     run: str | PathLike[str] | None = None,
@@ -63,7 +62,7 @@ def evaluate(
     data: images to compare with (10,000, unless `Images` says otherwise), a `trueup.metrics.Reference` made
     from them, or its file. solvers and nfe: every one of the first at every one of the second. features: a
     name (see `trueup.metrics.load_features`), or what maps images to (B, d). Latents are compared as the
-    pictures that the Denoiser's autoencoder makes of them. trajectory: as in `sample`. loss: whether the
+    pictures that the Denoiser's autoencoder makes of them. loss: whether the
     denoising loss is measured, too, on images that the calibration was not made from; a file has none.
     run: a directory that keeps the features of what was sampled, to go on from after an interruption; force
     replaces what was sampled there with other settings.
@@ -74,13 +73,11 @@ def evaluate(
         raise TrueupError(f"a comparison needs {FEWEST_SAMPLES} samples or more, not {samples!r}")
     Attachment(denoiser, calibration)  # or say now that it does not fit
     classes = check_labels(denoiser, labels, guidance)
-    plan: list[tuple[Solver, int | None, int | None, Trajectory | None]] = []
+    plan: list[tuple[Solver, int | None, int | None]] = []
     for given in solvers if isinstance(solvers, (list, tuple)) else [solvers]:
         solver = as_solver(given, denoiser)
         for number in [None] if solver.adaptive else nfe if isinstance(nfe, Sequence) else [nfe]:
-            evaluations = count_evaluations(solver, number, denoiser, classes)
-            applied = find_trajectory(calibration, solver, number, guidance, trajectory)
-            plan.append((solver, number, evaluations, applied))
+            plan.append((solver, number, count_evaluations(solver, number, denoiser, classes)))
     if isinstance(features, str):
         features = load_features(features)
     elif not isinstance(features, Features):
@@ -101,15 +98,10 @@ def evaluate(
     }
     how = {"labels": labels, "guidance": guidance, "seed": seed, "progress": progress}
     rows, spent = [], {}
-    for solver, number, evaluations, applied in plan:
+    for solver, number, evaluations in plan:
         name = solver.name if number is None else f"{solver.name}-{number}"
-        if applied is None and trajectory is None and number is not None and calibration.trajectories:
-            notes.append(f"{name}: {without_trajectory(calibration)}")
-        applied = None if applied is None or applied.empty else applied
-        if applied is not None:
-            notes.append(f"after: the calibration's trajectory of {applied.sampler} is applied as well")
         both = []
-        for side, put_on, kept_on in (("uncalibrated", None, None), ("calibrated", calibration, applied)):
+        for side, put_on in (("uncalibrated", None), ("calibrated", calibration)):
             settings = {
                 **denoiser.identity(),
                 **conditions,
@@ -117,10 +109,9 @@ def evaluate(
                 "number of evaluations": number,
                 "set of features": [extract.name, extract.preprocessing, extract.weights],
                 "calibration": None if put_on is None else put_on.identity,
-                "trajectory": None if kept_on is None else kept_on.identity,
             }
             kept = None if run is None else Kept(Path(run) / f"{name}-{side}", settings, force=force)
-            how |= {"solver": solver, "nfe": number, "calibration": put_on, "trajectory": kept_on is not None}
+            how |= {"solver": solver, "nfe": number, "calibration": put_on}
             how["description"] = f"sampling, {name}, {side}"
             both.append(_draw(denoiser, extract, samples, kept, how))
         colours = {side: _mean_colour(batch.colours) for side, batch in zip(SIDES, both, strict=True)}

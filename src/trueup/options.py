@@ -22,22 +22,17 @@ correction as one small file that trueup.attach puts on the model. `trueup COMMA
 _CALIBRATE = """examples:
   trueup calibrate bundled:raw --data bundled:images --images 100 -o raw.trueup.safetensors
   trueup calibrate bundled:ema --data bundled:images --family shift --json -o ema.trueup.safetensors
-  trueup calibrate bundled:raw --data bundled:images --solver ddim --nfe 5,10 -o raw.trueup.safetensors
-  trueup calibrate bundled:raw --calibration raw.trueup.safetensors --solver unipc --nfe 8 -o two.safetensors
 
-Measures MODEL on images and writes its calibration; with --solver also what keeps the states of that sampler
-where they belong, which few steps need. Work is kept in a run directory after every batch: interrupted, the
-same command goes on from there, and with a larger --images it adds to what it has.
+Measures MODEL on images and writes its calibration. Work is kept in a run directory after every batch:
+interrupted, the same command goes on from there, and with a larger --images it adds to what it has.
 """
 _CHECK = """examples:
   trueup check bundled:raw --data bundled:images
   trueup check bundled:ema --data bundled:images --images 50 --fail-above 0.01 --quiet
-  trueup check bundled:raw --data bundled:images --solver dpm-solver-3 --nfe 10
 
 Says how miscalibrated MODEL is, and whether it is being used as it was trained: wrong range, BGR, another
 prediction type or schedule are named, with exit code 2. Writes nothing. Exits with 1 if --fail-above is
-surely exceeded. With --solver: how far the states of that sampler drift from those of noised data, step by
-step and band by band.
+surely exceeded.
 """
 _SAMPLE = """examples:
   trueup sample bundled:raw -n 16 --solver dpm-solver-3 --nfe 20 -o before.png
@@ -148,7 +143,7 @@ def parser() -> _Parser:
     data = _add_data(calibrate, images=500)
     data.add_argument("--generated", **_COUNT, help="instead of --data: N samples of the model itself")
     data.add_argument("--generate-nfe", **_COUNT, default=50, help="evaluations for each (default: 50)")
-    _add_sampler(calibrate, "a calibration made before, instead of --data: to add samplers to it")
+    _add_labels(data)
     _add_model(calibrate)
     _add_fit(calibrate)
     _add_output(calibrate, "the calibration to write", required=True)
@@ -156,7 +151,6 @@ def parser() -> _Parser:
 
     check = command("check", _CHECK, "say how miscalibrated a model is; write nothing")
     _add_data(check, images=100)
-    _add_sampler(check, "with --solver: the drift with this calibration, instead of --data")
     _add_model(check)
     _add_fit(check)
     surely = "exit with 1 if calibrating would surely gain more than X bits/dim of the likelihood bound"
@@ -279,20 +273,15 @@ def _add_fit(parser: _Parser) -> None:
     fit.add_argument("--estimator", choices=("shrunk", "regressed", "paired", "plain"), default="shrunk")
 
 
-def _add_sampler(parser: _Parser, calibration: str) -> None:
-    sampler = parser.add_argument_group("sampler")
-    sampler.add_argument("--solver", **_LIST, help=_SOLVERS)
-    evaluations = "evaluations per sample (default: 20)"
-    sampler.add_argument("--nfe", type=typed.counts, metavar="N,M,..", help=evaluations)
-    sampler.add_argument("--trajectories", **_COUNT, help="samples to measure the sampler on (default: 128)")
-    sampler.add_argument("--calibration", **_FILE, help=calibration)
-    _add_conditions(sampler)
+def _add_labels(group: Any) -> None:
+    words = "sample these labels in turn; 0-9 is a range"
+    group.add_argument("--labels", type=typed.labels, metavar="A,B,..", help=words)
 
 
 def _add_conditions(group: Any) -> None:
     add = group.add_argument
     add("--grid", choices=("logsnr", "uniform", "quadratic"), help="where DPM-Solver puts its levels")
-    add("--labels", type=typed.labels, metavar="A,B,..", help="sample these labels in turn; 0-9 is a range")
+    _add_labels(group)
     add("--guidance", type=typed.number, default=1.0, metavar="W", help="classifier-free guidance")
     add("--null-label", type=int, metavar="N", help="the label that stands for none")
 
@@ -300,5 +289,3 @@ def _add_conditions(group: Any) -> None:
 def _add_sampling(parser: _Parser) -> None:
     sampling = parser.add_argument_group("sampling")
     _add_conditions(sampling)
-    insist = "insist on the calibration's trajectory, or leave it out (default: where it has one)"
-    sampling.add_argument("--trajectory", action=argparse.BooleanOptionalAction, help=insist)

@@ -15,7 +15,6 @@ from trueup.evaluation import build_reference, image_maker
 from trueup.evaluation import evaluate as compare
 from trueup.metrics import Reference, load_features
 from trueup.sampling import sample_batches
-from trueup.sampling.draw import find_trajectory, without_trajectory
 from trueup.sampling.store import Output
 
 
@@ -24,15 +23,9 @@ def sample(options: argparse.Namespace) -> int:
     denoiser = shared.open_model(options)
     calibration = shared.open_calibration(options, denoiser)
     solver = shared.open_solver(options.solver, denoiser, options.grid)
-    found = find_trajectory(calibration, solver, options.nfe, options.guidance, options.trajectory)
-    trajectory = None if found is None or found.empty else found
     how = given(options, "nfe", "labels", "guidance", "seed", "progress")
-    how |= {"solver": solver, "calibration": calibration, "trajectory": trajectory is not None}
+    how |= {"solver": solver, "calibration": calibration}
     sample_batches(denoiser, options.samples, **how)  # or say what is wrong before there is a folder
-    if found is not None and found.empty:
-        say(options, f"note: {found.summary()}")
-    if found is None and options.trajectory is None and calibration is not None and calibration.trajectories:
-        say(options, f"note: {without_trajectory(calibration)}")
     y = None if options.labels is None else torch.tensor(options.labels, device=denoiser.device)
     evaluations = solver.evaluations(options.nfe, denoiser, y)
     autoencoder = denoiser.autoencoder if denoiser.data_range is None else None
@@ -45,7 +38,6 @@ def sample(options: argparse.Namespace) -> int:
         "guidance": [options.guidance, denoiser.null_label],
         "decoder": None if autoencoder is None else autoencoder.identity,
         "calibration": None if calibration is None else calibration.identity,
-        "trajectory": None if trajectory is None else trajectory.identity,
     }
     output = Output(options.output, options.samples, settings, force=options.force)
     options.run = output.kept.folder
@@ -59,7 +51,6 @@ def sample(options: argparse.Namespace) -> int:
         show(options, {**settings, **more}, "")
     made = "its own number of" if evaluations is None else str(evaluations)
     calibrated = "uncalibrated" if calibration is None else f"calibrated ({options.calibration})"
-    calibrated += " and kept on its trajectory" if trajectory is not None else ""
     drawn = f"{options.samples} samples, {calibrated}, {solver.name} in {made} evaluations"
     say(options, f"{drawn}: {options.output}")
     return 0
@@ -77,7 +68,7 @@ def evaluate(options: argparse.Namespace) -> int:
         data = build_reference(data, denoiser, features, progress=options.progress)
         data.save(options.save_reference)
     solvers = [shared.open_solver(name, denoiser, options.grid) for name in options.solver]
-    how = given(options, "nfe", "samples", "labels", "guidance", "trajectory", "loss", "seed", "run", "force")
+    how = given(options, "nfe", "samples", "labels", "guidance", "loss", "seed", "run", "force")
     how |= {"solvers": solvers, "features": features, "progress": options.progress}
     comparison = compare(denoiser, load(options.calibration), data, **how)
     return shared.conclude(options, comparison, "the features of the samples")
