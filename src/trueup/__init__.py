@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from trueup.denoiser import Denoiser as Denoiser
     from trueup.density import likelihood as likelihood
     from trueup.errors import TrueupError as TrueupError
-    from trueup.fitting import calibrate as calibrate
     from trueup.evaluation import evaluate as evaluate
+    from trueup.fitting import calibrate as calibrate
+    from trueup.fitting import fit_solver as fit_solver
     from trueup.images import Images as Images
     from trueup.parametrization import Parametrization as Parametrization
     from trueup.sampling import sample as sample
-    from trueup.fitting import fit_solver as fit_solver
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from trueup.errors import Argument, DataError, ModelError, TrueupError
 from trueup.files import bundled
-from trueup.solvers import check_evaluations
+from trueup.solvers import FITTED, check_evaluations
 
 # Options of `likelihood` that only one of its methods has.
 BELONGS = dict.fromkeys(("steps", "variance", "draws", "uniform"), "bound")
@@ -20,6 +20,8 @@ def check(options: argparse.Namespace) -> None:
     """Raise for a command that cannot be carried out, whatever its model and images hold."""
     _CHECKS.get(options.command, lambda _: None)(options)
     names, counts = (_listed(getattr(options, name, None)) for name in ("solver", "nfe"))
+    if FITTED in names and getattr(options, "calibration", None) is None:
+        raise TrueupError("a fitted solver is part of a calibration: name it with --calibration")
     for name in names:
         check_evaluations(name, min(counts, default=20))
     if getattr(options, "grid", None) is not None:
@@ -66,11 +68,31 @@ def _check_folder(folder: Path) -> None:
 
 
 def _calibrate(options: argparse.Namespace) -> None:
-    if (options.data is None) == (options.generated is None):
+    given = [name for name in ("data", "generated", "calibration") if getattr(options, name) is not None]
+    if len(given) > 1:
+        raise DataError(f"--{given[0]} and --{given[1]} are two sources: leave one out")
+    if not given and options.nfe is None:
         others = "--generated N (samples of the model itself)"
-        raise DataError(f"say what to measure on, one of --data and {others}")
+        raise DataError(f"say what to measure on, one of --data and {others}, or --nfe to fit solvers alone")
+    if given == ["calibration"] and options.nfe is None:
+        raise TrueupError("--calibration is there to add solvers to: say for how many evaluations with --nfe")
+    _check_numbers(options)
+    if options.trajectories < 32:
+        raise TrueupError(f"a solver is fitted to 32 trajectories or more, not {options.trajectories}")
     if options.generated is not None:
         check_evaluations("dpm-solver-3", options.generate_nfe)
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    for number in options.nfe or ():
+        if not 2 <= number <= 500:
+            raise TrueupError(f"a solver is fitted to 2 to 500 evaluations, not {number}")
+
+
+def _samplers(options: argparse.Namespace) -> None:
+    _check_numbers(options)
+    if options.trajectories < 8:
+        raise TrueupError(f"samplers are compared on 8 trajectories or more, not {options.trajectories}")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -101,4 +123,10 @@ def _likelihood(options: argparse.Namespace) -> None:
         raise DataError("say whose likelihood to measure: --data")
 
 
-_CHECKS = {"calibrate": _calibrate, "check": _check, "evaluate": _evaluate, "likelihood": _likelihood}
+_CHECKS = {
+    "calibrate": _calibrate,
+    "check": _check,
+    "samplers": _samplers,
+    "evaluate": _evaluate,
+    "likelihood": _likelihood,
+}

@@ -25,8 +25,9 @@ from trueup.metrics.features import look_at
 from trueup.metrics.measures import measures
 from trueup.progress import Progress
 from trueup.sampling import Solver, as_solver, pictures, sample_batches
-from trueup.sampling.draw import check_labels, count_evaluations
+from trueup.sampling.draw import check_labels, choose_solver, count_evaluations
 from trueup.sampling.store import Kept
+from trueup.solvers import FITTED
 
 REFERENCE_IMAGES = 10_000
 LOSS_IMAGES = 200  # at most: the denoising loss is known well from few
@@ -60,7 +61,7 @@ def evaluate(
     """Sample with and without a calibration from the same seeds, and compare both with the data.
 
     data: images to compare with (10,000, unless `Images` says otherwise), a `trueup.metrics.Reference` made
-    from them, or its file. solvers and nfe: every one of the first at every one of the second. features: a
+    from them, or its file. solvers and nfe: every one of the first at every one of the second; "fitted" is the calibration's own. features: a
     name (see `trueup.metrics.load_features`), or what maps images to (B, d). Latents are compared as the
     pictures that the Denoiser's autoencoder makes of them. loss: whether the
     denoising loss is measured, too, on images that the calibration was not made from; a file has none.
@@ -75,8 +76,11 @@ def evaluate(
     classes = check_labels(denoiser, labels, guidance)
     plan: list[tuple[Solver, int | None, int | None]] = []
     for given in solvers if isinstance(solvers, (list, tuple)) else [solvers]:
-        solver = as_solver(given, denoiser)
-        for number in [None] if solver.adaptive else nfe if isinstance(nfe, Sequence) else [nfe]:
+        numbers: Any = nfe if isinstance(nfe, Sequence) else [nfe]
+        if given != FITTED and as_solver(given, denoiser).adaptive:
+            numbers = [None]
+        for number in numbers:
+            solver = choose_solver(given, denoiser, calibration, number, guidance)
             plan.append((solver, number, count_evaluations(solver, number, denoiser, classes)))
     if isinstance(features, str):
         features = load_features(features)

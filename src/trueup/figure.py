@@ -7,6 +7,7 @@ Networks that predict data, velocity, a score or a flow are read as noise first,
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -19,6 +20,7 @@ from torch import Tensor
 from trueup.calibration import Calibration
 from trueup.errors import TrueupError
 from trueup.files import write
+from trueup.fitting import Samplers
 from trueup.statistics import Number
 
 _SUFFIXES = (".png", ".svg", ".pdf")
@@ -84,4 +86,26 @@ def draw(calibrations: Mapping[str, Calibration] | Calibration, path: str | Path
                 axis.set_xscale("log")
     content = io.BytesIO()
     figure.savefig(content, format=path.suffix.lower()[1:], dpi=120)
+    write(path, content.getvalue())
+
+
+def draw_samplers(found: Samplers, path: str | PathLike[str]) -> None:
+    """Error against evaluations, a line per sampler on the grid that suits it best."""
+    path = Path(path)
+    figure = check_figure(path)(figsize=(7.0, 4.5), layout="constrained")
+    axes = figure.subplots()
+    best: dict[str, dict[int, float]] = {}
+    for row in found.rows:
+        line = best.setdefault(row.sampler, {})
+        line[row.nfe] = min(line.get(row.nfe, math.inf), row.error.value)
+    for name, line in best.items():
+        wide = {"linewidth": 2.5, "color": "black"} if name == "fitted" else {"linewidth": 1.2}
+        axes.plot(list(line), list(line.values()), "o-", markersize=4, label=name, **wide)
+    axes.set(xscale="log", yscale="log", xlabel="evaluations of the network", ylabel="distance to the limit")
+    axes.set_xticks(found.numbers, [str(number) for number in found.numbers])
+    axes.minorticks_off()
+    axes.legend(fontsize=8, frameon=False)
+    axes.set_title(f"{found.model}: samplers, each on its best grid", fontsize=10)
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:].lower(), dpi=150)
     write(path, content.getvalue())

@@ -21,9 +21,11 @@ correction as one small file that trueup.attach puts on the model. `trueup COMMA
 """
 _CALIBRATE = """examples:
   trueup calibrate bundled:raw --data bundled:images --images 100 -o raw.trueup.safetensors
-  trueup calibrate bundled:ema --data bundled:images --family shift --json -o ema.trueup.safetensors
+  trueup calibrate bundled:raw --data bundled:images --nfe 5,8 -o raw.trueup.safetensors
+  trueup calibrate bundled:ema --nfe 8 -o ema.trueup.safetensors                    no data: the solver alone
 
-Measures MODEL on images and writes its calibration. Work is kept in a run directory after every batch:
+Measures MODEL on images and writes its calibration; draws a few samples to see what it does to them, and with
+--nfe fits a solver to the calibrated model for so many evaluations. Work is kept in a run directory after every batch:
 interrupted, the same command goes on from there, and with a larger --images it adds to what it has.
 """
 _CHECK = """examples:
@@ -36,7 +38,7 @@ surely exceeded.
 """
 _SAMPLE = """examples:
   trueup sample bundled:raw -n 16 --solver dpm-solver-3 --nfe 20 -o before.png
-  trueup sample bundled:raw --calibration raw.trueup.safetensors -n 16 --solver unipc --nfe 10 -o after/
+  trueup sample bundled:raw --calibration raw.trueup.safetensors -n 16 --nfe 8 -o after/
 
 Draws samples: a folder of PNGs, a grid if the name ends in .png, arrays if it ends in .npz. Image i of a seed
 starts from the same noise whatever else is asked for, so that samples with and without a calibration compare.
@@ -61,6 +63,13 @@ the calibrated model, and the difference image by image. --bound: the variationa
 of a chain of --steps. --ode: by the probability flow. --dsm: the score matching objectives behind the bound.
 Images that made the calibration are passed over. With -o, interrupted work goes on where it was (but for
 --dsm).
+"""
+_SAMPLERS = """examples:
+  trueup samplers my-model/ --nfe 5,8,10,20
+  trueup samplers my-model/ --calibration my-model.trueup.safetensors --nfe 8 --figure samplers.png
+
+How far samples of the usual samplers, on the usual schedules, end from the model's own many-step limit, from
+the same noise. No data are needed. A calibration's fitted solvers are among them.
 """
 _INSPECT = """examples:
   trueup inspect raw.trueup.safetensors
@@ -124,6 +133,8 @@ _FIGURE: dict[str, Any] = {"type": typed.picture, "metavar": "FILE", "help": _CU
 _DEVICES = ("auto", "cpu", "cuda", "mps")
 _SOLVERS = f"{', '.join(NAMES)}, {OR_A_CLASS}"
 _DEFAULT = f"{_SOLVERS} (default: dpm-solver-3)"
+_FITTED = f"{_SOLVERS} (default: the calibration's own for --nfe, else dpm-solver-3)"
+_NUMBERS = "numbers of evaluations (default: 5,8,10,20)"
 _NFE = "evaluations of the network per sample, at most (default: 20); adaptive solvers decide themselves"
 _MADE = "what `calibrate` wrote"
 
@@ -143,9 +154,18 @@ def parser() -> _Parser:
     data = _add_data(calibrate, images=500)
     data.add_argument("--generated", **_COUNT, help="instead of --data: N samples of the model itself")
     data.add_argument("--generate-nfe", **_COUNT, default=50, help="evaluations for each (default: 50)")
-    _add_labels(data)
     _add_model(calibrate)
     _add_fit(calibrate)
+    left_out = "do not draw samples to judge the correction by, and save their time"
+    calibrate.add_argument("--no-samples", dest="judged", action="store_false", help=left_out)
+    few = calibrate.add_argument_group("solvers")
+    wanted = "fit solvers for so many evaluations; alone, without --data, the solvers only"
+    few.add_argument("--nfe", type=typed.counts, metavar="N,M,..", help=wanted)
+    few.add_argument("--calibration", **_FILE, help="instead of --data: add solvers to what this file has")
+    many = "that solvers are fitted to (default: 128)"
+    few.add_argument("--trajectories", **_COUNT, default=128, help=many)
+    _add_labels(few)
+    _add_guidance(few)
     _add_output(calibrate, "the calibration to write", required=True)
     calibrate.add_argument("--trust", **_FLAG, help="calibrate even if the model seems to be used wrongly")
 
@@ -156,11 +176,22 @@ def parser() -> _Parser:
     surely = "exit with 1 if calibrating would surely gain more than X bits/dim of the likelihood bound"
     check.add_argument("--fail-above", type=typed.positive_float, metavar="X", help=surely)
     check.add_argument("--figure", **_FIGURE)
+    check.add_argument("--no-samples", dest="judged", action="store_false", help=left_out)
+
+    samplers = command("samplers", _SAMPLERS, "which sampler and schedule for a model")
+    samplers.add_argument("--nfe", type=typed.counts, default=[5, 8, 10, 20], metavar="N,M,..", help=_NUMBERS)
+    samplers.add_argument("--calibration", **_FILE, help=f"{_MADE}: its solvers are compared as well")
+    samplers.add_argument("--trajectories", **_COUNT, default=32, help="to compare on (default: 32)")
+    plotted = "draw error against evaluations (.png, .svg or .pdf)"
+    samplers.add_argument("--figure", type=typed.picture, metavar="FILE", help=plotted)
+    _add_labels(samplers)
+    _add_guidance(samplers)
+    _add_model(samplers)
 
     sample = command("sample", _SAMPLE, "draw samples, calibrated or not")
     sample.add_argument("-n", "--samples", **_COUNT, default=64, help="default: 64")
     sample.add_argument("--calibration", **_FILE, help=_MADE)
-    sample.add_argument("--solver", type=typed.solver, default="dpm-solver-3", metavar="NAME", help=_DEFAULT)
+    sample.add_argument("--solver", type=typed.solver, metavar="NAME", help=_FITTED)
     sample.add_argument("--nfe", **_COUNT, default=20, help=_NFE)
     _add_sampling(sample)
     _add_model(sample)
@@ -170,7 +201,7 @@ def parser() -> _Parser:
 
     evaluate = command("evaluate", _EVALUATE, "compare samples with and without a calibration")
     evaluate.add_argument("--calibration", required=True, **_FILE, help=_MADE)
-    evaluate.add_argument("--solver", **_LIST, default=["dpm-solver-3"], help=_DEFAULT)
+    evaluate.add_argument("--solver", **_LIST, default=["dpm-solver-3"], help=f"{_DEFAULT}, or fitted")
     evaluate.add_argument("--nfe", type=typed.counts, default=[20], metavar="N,M,..", help=_NFE)
     evaluate.add_argument("-n", "--samples", **_COUNT, default=1000, help="default: 1000")
     _add_data(evaluate, images=10000)
@@ -278,12 +309,17 @@ def _add_labels(group: Any) -> None:
     group.add_argument("--labels", type=typed.labels, metavar="A,B,..", help=words)
 
 
+def _add_guidance(group: Any) -> None:
+    add = group.add_argument
+    add("--guidance", type=typed.number, default=1.0, metavar="W", help="classifier-free guidance")
+    add("--null-label", type=int, metavar="N", help="the label that stands for none")
+
+
 def _add_conditions(group: Any) -> None:
     add = group.add_argument
     add("--grid", choices=("logsnr", "uniform", "quadratic"), help="where DPM-Solver puts its levels")
     _add_labels(group)
-    add("--guidance", type=typed.number, default=1.0, metavar="W", help="classifier-free guidance")
-    add("--null-label", type=int, metavar="N", help="the label that stands for none")
+    _add_guidance(group)
 
 
 def _add_sampling(parser: _Parser) -> None:

@@ -37,6 +37,7 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flow-heun": ("FlowMatchHeunDiscreteScheduler", {}),
 }
 NAMES = (*DPM_SOLVERS, *SCHEDULERS)
+FITTED = "fitted"  # the one that a calibration has for a model
 OR_A_CLASS = "or the class of a diffusers scheduler"
 
 

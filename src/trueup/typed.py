@@ -10,13 +10,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trueup.errors import TrueupError
-from trueup.solvers import NAMES, check_name, did_you_mean
+from trueup.solvers import FITTED, NAMES, check_name, did_you_mean
 
 FEATURES = ("inception", "efficientnet", "pixels")  # as `trueup.metrics` has them
 
 
 def solver(text: str) -> str:
     """The name of a solver, or the class of a diffusers scheduler."""
+    if text == FITTED:
+        return text
     sampling = sys.modules.get("trueup.sampling")  # somebody may have registered one there
     try:
         check_name(text, known := NAMES if sampling is None else sampling.solver_names())

@@ -1,4 +1,4 @@
-"""`trueup calibrate`, `check`, `inspect` and `demo`."""
+"""`trueup calibrate`, `check`, `samplers`, `inspect` and `demo`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from trueup.denoiser import Denoiser
 from trueup.errors import Argument
 from trueup.estimate import Moments, fit, measure
 from trueup.estimate.diagnose import look
-from trueup.figure import check_figure, draw
+from trueup.figure import check_figure, draw, draw_samplers
+from trueup.fitting import fit_solver, judge
+from trueup.fitting import samplers as compare_samplers
+from trueup.fitting.calibrating import labels_of
 from trueup.images import open_images
 from trueup.report import as_json, as_text, plain_output
 from trueup.sampling import generate
@@ -26,17 +29,46 @@ def calibrate(options: argparse.Namespace) -> int:
     output, run = options.output, options.run or Path(f"{options.output}.run")
     denoiser = shared.open_model(options)
     options.run = run
-    moments = _measure(denoiser, options, run)
-    calibration = fit(moments, family=options.family, estimator=options.estimator)
+    more: dict[str, Any] = {"output": str(output), "run": str(run)}
+    calibration, labels, kept = shared.open_calibration(options, denoiser), options.labels, ""
+    if options.data is not None or options.generated is not None:
+        moments, data = _measure(denoiser, options, run)
+        calibration = fit(moments, family=options.family, estimator=options.estimator)
+        labels = labels if labels is not None else labels_of(data, denoiser)
+        if options.judged:
+            calibration = judge(denoiser, calibration, labels=labels, **given(options, "seed", "progress"))
+        more["skipped"] = moments.skipped
+        what = "images with a larger " + ("--images" if options.generated is None else "--generated")
+        kept = f"; {run} keeps the measurements (delete it, or add {what})"
+    if options.nfe is not None:
+        how = given(options, "nfe", "trajectories", "guidance", "seed", "progress")
+        calibration = fit_solver(denoiser, calibration, labels=labels, run=run / "solvers", **how)
+    assert calibration is not None
     calibration.save(output)
-    _report(calibration, options, {"output": str(output), "run": str(run), "skipped": moments.skipped})
-    what = "images with a larger " + ("--images" if options.generated is None else "--generated")
-    say(options, f"wrote {output}; {run} keeps the measurements (delete it, or add {what})")
+    if run.is_dir() and not any(run.iterdir()):
+        run.rmdir()
+    _report(calibration, options, more)
+    say(options, f"wrote {output}{kept}")
     return 0
 
 
-def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) -> Moments:
-    """The network measured on data, or on its own samples."""
+def samplers(options: argparse.Namespace) -> int:
+    """`trueup samplers`."""
+    if options.figure is not None:
+        check_figure(options.figure)
+    denoiser = shared.open_model(options)
+    calibration = shared.open_calibration(options, denoiser)
+    how = given(options, "nfe", "trajectories", "labels", "guidance", "seed", "progress")
+    found = compare_samplers(denoiser, calibration, **how)
+    if options.figure is not None:
+        draw_samplers(found, options.figure)
+        say(options, f"wrote {options.figure}")
+    show(options, found.as_json(), f"verdict: {found.verdict()}" if options.quiet else found.table())
+    return 0
+
+
+def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) -> tuple[Moments, Any]:
+    """The network measured on data, or on its own samples; and those."""
     data: Any
     common = given(options, "seed", "progress")
     if run is not None and options.generated is not None:
@@ -53,7 +85,7 @@ def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) 
         say(options, f"{len(moments.skipped)} image{'s' * (len(moments.skipped) > 1)} skipped")
     if moments.duplicates:
         say(options, f"images that occurred before and count once: {moments.duplicates}")
-    return moments
+    return moments, data
 
 
 def check(options: argparse.Namespace) -> int:
@@ -62,8 +94,11 @@ def check(options: argparse.Namespace) -> int:
         check_figure(options.figure)
     denoiser = shared.open_model(options)
     problem = _look_for_mistakes(denoiser, options)
-    moments = _measure(denoiser, options, None)
+    moments, data = _measure(denoiser, options, None)
     calibration = fit(moments, family=options.family, estimator=options.estimator)
+    if options.judged:
+        labels = labels_of(data, denoiser)
+        calibration = judge(denoiser, calibration, labels=labels, **given(options, "seed", "progress"))
     if options.figure is not None:
         draw(calibration, options.figure)
     low = calibration.uncalibration.low

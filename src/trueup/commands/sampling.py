@@ -15,6 +15,7 @@ from trueup.evaluation import build_reference, image_maker
 from trueup.evaluation import evaluate as compare
 from trueup.metrics import Reference, load_features
 from trueup.sampling import sample_batches
+from trueup.sampling.draw import choose_solver
 from trueup.sampling.store import Output
 
 
@@ -22,7 +23,8 @@ def sample(options: argparse.Namespace) -> int:
     """`trueup sample`."""
     denoiser = shared.open_model(options)
     calibration = shared.open_calibration(options, denoiser)
-    solver = shared.open_solver(options.solver, denoiser, options.grid)
+    asked = shared.open_solver(options.solver, denoiser, options.grid)
+    solver = choose_solver(asked, denoiser, calibration, options.nfe, options.guidance)
     how = given(options, "nfe", "labels", "guidance", "seed", "progress")
     how |= {"solver": solver, "calibration": calibration}
     sample_batches(denoiser, options.samples, **how)  # or say what is wrong before there is a folder

@@ -20,6 +20,8 @@ from trueup.hf import as_denoiser
 from trueup.images import Images
 from trueup.report import plain_output
 from trueup.sampling import as_solver
+from trueup.sampling.draw import DEFAULT
+from trueup.solvers import FITTED
 
 
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -54,9 +56,11 @@ def find_device(name: str) -> str:
     return name
 
 
-def open_solver(name: str, denoiser: Denoiser, grid: str | None) -> Any:
-    """The solver of that name, with its levels where --grid says."""
-    solver: Any = as_solver(name, denoiser)
+def open_solver(name: str | None, denoiser: Denoiser, grid: str | None) -> Any:
+    """The solver of that name, with its levels where --grid says; none, or the fitted one, stays a name."""
+    if grid is None and name in (None, FITTED):
+        return name
+    solver: Any = as_solver(name or DEFAULT, denoiser)
     return solver if grid is None else replace(solver, grid=grid)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,7 +58,9 @@ def calibrate(
     calibration = judge(denoiser, calibration, labels=labels, seed=seed, progress=progress)
     if numbers is None:
         return calibration
-    return fit_solver(denoiser, calibration, nfe=numbers, labels=labels, seed=seed, progress=progress)
+    how = {"labels": labels, "seed": seed, "progress": progress}
+    where = None if run is None else Path(run) / "solvers"
+    return fit_solver(denoiser, calibration, nfe=numbers, run=where, **how)
 
 
 def labels_of(data: Any, denoiser: Denoiser) -> Tensor | None:

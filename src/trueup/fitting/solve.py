@@ -17,6 +17,7 @@ from trueup.calibration.solver import FittedSolver
 from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
 from trueup.fitting.judge import Miss, Moments, seen
+from trueup.fitting.kept import Kept
 from trueup.fitting.regress import fitted, restored
 from trueup.fitting.search import error_between, search, search_cost
 from trueup.fitting.teacher import INTERVALS, Teacher
@@ -45,6 +46,7 @@ def fit_solver(
     labels: Any = None,
     guidance: float = 1.0,
     seed: int = 0,
+    run: str | PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Calibration:
     """The calibration with a solver fitted to the calibrated network for each number of evaluations.
@@ -57,7 +59,8 @@ def fit_solver(
 
     `sample(model, n, nfe=8, calibration=cal)` uses it, and so does any diffusers pipeline:
     `pipe.scheduler = cal.scheduler(nfe=8)`. Without a calibration the solver alone is fitted. labels,
-    guidance: as in use; a solver is for one guidance scale.
+    guidance: as in use; a solver is for one guidance scale. run: a directory to go on from after an
+    interruption; what it kept is removed at the end.
     """
     check_seed(seed)
     denoiser = as_denoiser(model)
@@ -66,8 +69,19 @@ def fit_solver(
     numbers = checked_numbers(nfe)
     corrected = Attachment(denoiser, found) if not found.empty else nullcontext()
     fitter = Fitter(denoiser, found, trajectories, labels, guidance, seed, progress, numbers)
-    with corrected, fitter:
-        made = [fitter.fit(number) for number in numbers]
+    settings = {**denoiser.identity(), **fitter.origin, "calibration": found.identity, "guidance": guidance}
+    kept_run = Kept(run, {**settings, "labels": told(labels), "intervals": fitter.intervals})
+    made = [solver for solver in kept_run.solvers(found) if solver.nfe in numbers]
+    left = [number for number in numbers if number not in {solver.nfe for solver in made}]
+    if left:
+        with corrected, fitter:
+            fitter.start(kept_run)
+            for number in left:
+                made.append(fitter.fit(number))
+                kept_run.keep_solvers(found, made)
+    kept_run.clear()
+    for solver in made:
+        solver.provenance.pop("run", None)
     new = {(solver.nfe, solver.guidance) for solver in made}
     kept = [old for old in found.solvers if (old.nfe, old.guidance) not in new]
     return replace(found, solvers=(*kept, *made))
@@ -102,12 +116,19 @@ class Fitter:
 
     def __enter__(self) -> Fitter:
         self.network.advance = self.bar.__enter__().update
-        with self._rows(slice(None)) as network:
-            teacher = Teacher.of(network, self.seed, intervals=self.intervals)
+        return self
+
+    def start(self, kept: Kept) -> None:
+        """Make the trajectories, or take those that an interrupted fit has kept."""
+        teacher = kept.teacher()
+        if teacher is None:
+            with self._rows(slice(None)) as network:
+                teacher = Teacher.of(network, self.seed, intervals=self.intervals)
+            kept.keep_teacher(teacher)
+        teacher = teacher.to(self.denoiser.device)
         self.fitting, self.judging = teacher.rows(slice(0, self.held.start)), teacher.rows(self.held)
         shown = seen(teacher.samples, self.denoiser)
         self.limit = None if self.data is None else self.data.miss(shown).number
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.bar.__exit__(*error)
@@ -198,6 +219,14 @@ class Judged:
         if self.by_data and self.miss is not None and other.miss is not None:
             return self.miss.less(other.miss)
         return Number.mean((self.errors - other.errors).double())
+
+
+def told(labels: Any) -> Any:
+    """Labels as a file states them: numbers, or how many rows there were."""
+    if labels is None:
+        return None
+    values = torch.as_tensor(labels)
+    return values.reshape(-1).tolist()[:1000] if values.ndim < 2 else f"{len(values)} rows"
 
 
 def _how(better: bool, by_data: bool) -> str:

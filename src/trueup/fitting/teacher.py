@@ -55,6 +55,11 @@ class Teacher:
             raise ModelError(problem, "check its range, prediction and schedule with `trueup check`")
         return cls(noise, network.process.lam(solver.t), states[:-1] if keep else [], samples)
 
+    def to(self, device: torch.device) -> Teacher:
+        """On another device."""
+        states = [x.to(device) for x in self.states]
+        return Teacher(self.noise.to(device), self.lam, states, self.samples.to(device))
+
     def rows(self, part: slice) -> Teacher:
         """Some of the trajectories."""
         return Teacher(self.noise[part], self.lam, [x[part] for x in self.states], self.samples[part])

@@ -16,6 +16,7 @@ from trueup.sampling.network import Network
 from trueup.sampling.rules import MEMORY, Grid, Rule
 from trueup.sampling.solver import Solver
 from trueup.sampling.steps import Levels, network_times
+from trueup.solvers import FITTED
 
 Look = Callable[[int, Tensor], Tensor]
 
@@ -23,7 +24,7 @@ Look = Callable[[int, Tensor], Tensor]
 class Fitted(Solver):
     """A fitted solver, which has one number of evaluations."""
 
-    name = "fitted"
+    name = FITTED
     adaptive = False
 
     def __init__(self, solver: FittedSolver):
