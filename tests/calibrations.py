@@ -8,8 +8,7 @@ import torch
 
 from trueup import process
 from trueup.bands import Bands
-from trueup.calibration import Calibration, Correction, Evidence, Innovation, Sampler, States, Trajectory
-from trueup.calibration.trajectory import EVIDENCE, TOTALS
+from trueup.calibration import Calibration, Correction, Evidence, FittedSolver, Innovation
 from trueup.denoiser import Binding, fingerprint
 from trueup.denoiser.binding import Place
 from trueup.parametrization import Parametrization
@@ -29,7 +28,7 @@ def make(
     family="spectral",
     binding=PLAIN,
     network=None,
-    trajectories=False,
+    solvers=False,
     gain=0.3,
     **changes,
 ) -> Calibration:
@@ -93,22 +92,8 @@ def make(
             "seed": 0,
         },
     )
-    if trajectories:
-        settings = {"kind": "DDIMScheduler", "trained_betas": [0.1, 0.2], "eta": None}
-        evidence = {n: normal(2, *([] if n in TOTALS else [bands.count])).abs() for n in (*EVIDENCE, *TOTALS)}
-        made.trajectories = (
-            Trajectory(
-                Sampler("ddim", 2, settings, 1.5),
-                States(*(normal(2).abs() for _ in range(3))),
-                bands,
-                mean,
-                normal(2, shape[0], size) * bands.spread(kept),
-                normal(2, shape[0], bands.count).exp(),
-                evidence,
-                64,
-                {"seed": 3, "labels": [0, 1]},
-            ),
-        )
+    if solvers:
+        made.solvers = (fitted_solver(shape, noise, kept, generator, edges),)
     if family != "shift":
         rho = normal(count, shape[0], bands.count)
         changed = torch.rand(2, count - 1, bands.count, generator=generator, dtype=torch.float64)
@@ -117,6 +102,34 @@ def make(
     for name, value in changes.items():
         setattr(made, name, value)
     return made
+
+
+def fitted_solver(shape, noise, kept, generator, edges=None, nfe=2, guidance=1.5, **changes) -> FittedSolver:
+    """A solver of random weights, tables and maps, the latter in the bands where kept (bands,) is 1."""
+    bands = Bands(shape[1:], edges)
+
+    def normal(*dims):
+        return torch.randn(*dims, generator=generator, dtype=torch.float64)
+
+    share = torch.linspace(1, 0.3, nfe, dtype=torch.float64)
+    t = noise.snap(noise.t_min + share * (noise.t_max - noise.t_min))
+    end = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    how = {
+        "nfe": nfe,
+        "t": t,
+        "alpha": torch.cat([noise.alpha(t), end[:1]]),
+        "sigma": torch.cat([noise.sigma(t), end[1:]]),
+        "history": "x0",
+        "weights": normal(nfe, 4),
+        "bands": bands,
+        "tables": normal(nfe, 4, shape[0], bands.count),
+        "offset": normal(nfe, shape[0], math.prod(shape[1:])) * bands.spread(kept),
+        "guidance": guidance,
+        "gains": "sqrt",
+        "evidence": {"error_base": 0.21, "error": 0.08, "unknown": math.nan},
+        "provenance": {"base": "x0-3, even in log-SNR", "seed": 3, "labels": [0, 1]},
+    }
+    return FittedSolver(**{**how, **changes})
 
 
 def emptied(calibration: Calibration) -> Calibration:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import json
 import math
 import os
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import trueup
-from trueup import files, process
-from trueup.calibration import Calibration, Evidence
+from trueup import files, fitted, process
+from trueup.bands import Bands
+from trueup.calibration import Calibration, Evidence, FittedSolver
 from trueup.errors import ArtifactError, TrueupError
 from trueup.statistics import Number
 
@@ -34,8 +34,8 @@ PARTS = ("value", "error", "low", "high")
 
 
 def make(*args, **settings) -> Calibration:
-    """A calibration with a trajectory."""
-    return make_any(*args, **{"trajectories": True, **settings})
+    """A calibration with a solver."""
+    return make_any(*args, **{"solvers": True, **settings})
 
 
 def equal(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -55,12 +55,16 @@ def parts(c: Calibration) -> dict:
     found |= {
         field.name: getattr(c, field.name)
         for field in fields(Calibration)
-        if field.name not in ("correction", "evidence", "trajectories")
+        if field.name not in ("correction", "evidence", "solvers")
     }
-    for i, made in enumerate(c.trajectories):
-        held = {**vars(made.states), **made.evidence, "shift": made.shift, "gain": made.gain}
-        held |= {"sampler": made.sampler, "trajectories": made.trajectories, "provenance": made.provenance}
-        found |= {f"trajectory {i} {name}": value for name, value in held.items()}
+    for i, made in enumerate(c.solvers):
+        held = {field.name: getattr(made, field.name) for field in fields(FittedSolver)}
+        held |= {
+            "bands": made.bands.index,
+            "edges": made.bands.edges,
+            "evidence": str(sorted(made.evidence.items())),
+        }
+        found |= {f"solver {i} {name}": value for name, value in held.items()}
     plain = {}
     for name, value in found.items():
         if isinstance(value, Number):
@@ -133,7 +137,7 @@ def test_round_trip(tmp_path, shape, noise, kind, keep, levels):
     assert was.keys() == now.keys()
     rounded = ("b", "a", "d", "support", "scale", "data_mean", "data_variance", "data_variance_se")
     rounded += ("innovation rho", "innovation mean", "innovation support")
-    rounded += ("trajectory 0 shift", "trajectory 0 gain")  # these are kept as float32
+    rounded += ("solver 0 tables", "solver 0 offset")  # these are kept as float32
     for name, value in was.items():
         if name in rounded:
             assert torch.equal(now[name], value.float().double()), name
@@ -158,8 +162,7 @@ def test_what_was_loaded_corrects_alike(tmp_path):
     # The numbers were rounded to float32, relative error 6e-8; a few dozen of them are added.
     size = float(expected.abs().max())
     assert torch.allclose(loaded.correction.apply(eps_hat, u, lam), expected, rtol=0, atol=1e-6 * size)
-    state = eps_hat[:1]
-    one, other = (c.trajectories[0](1, state) for c in (saved, loaded))
+    one, other = (c.solvers[0].step(1, eps_hat, [u, u.flip(0)]) for c in (saved, loaded))
     assert torch.allclose(one, other, rtol=0, atol=1e-6 * float(one.abs().max()))
 
 
@@ -186,7 +189,7 @@ def test_saving_what_was_loaded_writes_the_same_bytes(path, tmp_path):
 def test_the_identity_is_that_of_the_file(path):
     made, loaded = make(), trueup.load(path)
     assert made.identity == loaded.identity
-    assert made.trajectories[0].identity == loaded.trajectories[0].identity
+    assert made.solvers[0].identity == loaded.solvers[0].identity
 
 
 def test_negative_zeros_are_zeros(tmp_path):
@@ -195,7 +198,7 @@ def test_negative_zeros_are_zeros(tmp_path):
     outside = made.correction.b == 0
     assert outside.any()
     made.correction.b[outside] = -0.0
-    made.trajectories[0].shift[made.trajectories[0].shift == 0] = -0.0
+    made.solvers[0].offset[made.solvers[0].offset == 0] = -0.0
     made.save(tmp_path / "a")
     loaded = trueup.load(tmp_path / "a")
     assert loaded.identity == made.identity == make(keep=(0,)).identity
@@ -234,17 +237,32 @@ def test_what_changes_nothing_does_not_change_the_identity():
     assert one.identity == other.identity
 
 
-@pytest.mark.parametrize("name", ["shift", "gain", "t", "alpha", "sigma", "nfe", "guidance", "settings"])
-def test_another_trajectory_has_another_identity(name):
-    one, other = (copy.deepcopy(make().trajectories[0]) for _ in range(2))
-    if name in ("shift", "gain"):
-        getattr(other, name).mul_(1.001)
-    elif name in ("t", "alpha", "sigma"):
-        getattr(other.states, name).mul_(1.001)
-    else:
-        changed = {"nfe": 3, "guidance": 2.0, "settings": {**one.sampler.settings, "eta": 1.0}}[name]
-        object.__setattr__(other.sampler, name, changed)
+SOLVER = {
+    "t": lambda v: v * (1 + 1e-12),
+    "alpha": lambda v: v * torch.tensor([1 + 1e-12, 1, 1], dtype=torch.float64),
+    "sigma": lambda v: v * (1 + 1e-12),
+    "weights": lambda v: v * (1 + 1e-12),
+    "tables": lambda v: v * (1 + 1e-6),
+    "offset": lambda v: v * (1 + 1e-6),
+    "guidance": lambda v: 2.0,
+    "gains": lambda v: "none",
+    "history": lambda v: "eps",
+    "bands": lambda v: Bands(v.spatial, [0.6, *v.edges[1:]]),
+}
+
+
+@pytest.mark.parametrize("name", SOLVER)
+def test_another_solver_has_another_identity(name):
+    """Every field counts, to the last digit that a file keeps."""
+    one = make().solvers[0]
+    assert replace(one).identity == one.identity
+    other = replace(one, **{name: SOLVER[name](getattr(one, name))})
     assert one.identity != other.identity
+
+
+def test_what_is_said_of_a_solver_does_not_change_its_identity():
+    one = make().solvers[0]
+    assert replace(one, evidence={}, provenance={}).identity == one.identity
 
 
 @settings(deadline=None, max_examples=40)
@@ -526,16 +544,35 @@ def _at(name, value):
 
 def _longer(tensors, levels):
     for name in tensors:
-        if not name.startswith(("data_", "trajectory")):
+        if not name.startswith(("data_", "solver")):
             tensors[name] = tensors[name][:1].repeat(levels, *[1] * (tensors[name].dim() - 1))
 
 
 def _entry(name, value):
-    return lambda meta, tensors: meta["trajectories"][0].update({name: value})
+    return lambda meta, tensors: meta["solvers"][0].update({name: value})
 
 
 def _again(meta, tensors):
-    meta["trajectories"] *= 2
+    meta["solvers"] *= 2
+
+
+def _twice(meta, tensors):
+    meta["solvers"] *= 2
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith("solver.0")}
+    tensors |= {name.replace("solver.0", "solver.1"): tensor.clone() for name, tensor in own.items()}
+
+
+def _other_solver(**changes):
+    """With an identity that is right."""
+
+    def change(meta, tensors):
+        own = {name: tensor for name, tensor in tensors.items() if name.startswith("solver.0")}
+        made = fitted.unpack(meta["solvers"][0], own, "solver.0", tuple(meta["shape"]))
+        how = {name: change(getattr(made, name)) for name, change in changes.items()}
+        meta["solvers"][0], held = fitted.pack(replace(made, **how), "solver.0")
+        tensors |= held
+
+    return change
 
 
 def _crossed(meta, tensors):
@@ -689,41 +726,86 @@ FORGERIES = {
     ),
     "model right to left": (_provenance("model", "\u202egnp.exe"), "model is a text"),
     "a name clears the screen": (_provenance(SCREEN, 1), "a name in its metadata is a text"),
-    "solver clears the screen": (_entry("solver", SCREEN), "solver is a text"),
-    "settings clear the screen": (_entry("settings", {"grid": SCREEN}), "grid is a text"),
+    "base clears the screen": (_entry("provenance", {"base": SCREEN}), "base is a text"),
+    "evidence clears the screen": (_entry("evidence", {SCREEN: 1.0}), "a name in its metadata is a text"),
     "process clears the screen": (_provenance("process", {"kind": SCREEN}), "kind is a text"),
     "weights clear the screen": (_provenance("weights", {"float32": SCREEN}), "float32 is a text"),
     "model without end": (_provenance("model", "x" * 10**6), "model is a text"),
-    # trajectories
-    "trajectories not listed": (_set("trajectories", []), "trajectories are not those it lists"),
-    "trajectories are no list": (_set("trajectories", {"0": {}}), "trajectories is"),
-    "trajectory is a number": (_set("trajectories", [3]), "list of trajectories makes no sense"),
-    "trajectories without end": (_set("trajectories", [{}] * 2000), "list of trajectories makes no sense"),
-    "trajectory without tensors": (_again, "trajectories are not those it lists"),
-    "tensor too many in a trajectory": (
-        lambda meta, tensors: tensors.update({"trajectory.0.junk": torch.zeros(1)}),
-        "'junk' is no tensor of",
+    # solvers
+    "solvers not listed": (_set("solvers", []), "solvers are not those it lists"),
+    "solvers are no list": (_set("solvers", {"0": {}}), "solvers is"),
+    "solver is a number": (_set("solvers", [3]), "list of solvers makes no sense"),
+    "solvers without end": (_set("solvers", [{}] * 200), "list of solvers makes no sense"),
+    "solvers missing": (lambda meta, tensors: meta.pop("solvers"), "it lacks solvers"),
+    "solver without tensors": (_again, "solvers are not those it lists"),
+    "two for the same": (_twice, "two of its solvers are for 2 evaluations (guidance 1.5)"),
+    "tensor too many in a solver": (
+        lambda meta, tensors: tensors.update({"solver.0.junk": torch.zeros(1)}),
+        "'solver.0.junk' is no tensor of",
     ),
-    "trajectory without its gain": (lambda meta, tensors: tensors.pop("trajectory.0.gain"), "lacks gain"),
-    "gain of nothing": (_at("trajectory.0.gain", 0.0), "gain holds values out of range"),
-    "negative level": (_at("trajectory.0.sigma", -1.0), "sigma holds values out of range"),
-    "negative miss": (_at("trajectory.0.after_total_se", -1.0), "after_total_se holds values out of range"),
-    "states of another number": (
-        _tensor("trajectory.0.alpha", lambda v: v[:1]),
-        "alpha is torch.float64 (1,)",
+    "solver without tables": (lambda meta, tensors: tensors.pop("solver.0.tables"), "lacks solver.0.tables"),
+    "solver without times": (lambda meta, tensors: tensors.pop("solver.0.t"), "lacks solver.0.t"),
+    "weights of 1e10": (_at("solver.0.weights", 1e10), "solver.0.weights holds values out of range"),
+    "tables of 1e7": (_at("solver.0.tables", 1e7), "solver.0.tables holds values out of range"),
+    "offset of 1e10": (_at("solver.0.offset", 1e10), "solver.0.offset holds values out of range"),
+    "negative level": (_at("solver.0.sigma", -1.0), "solver.0.sigma holds values out of range"),
+    "level beyond measure": (_at("solver.0.alpha", 1e7), "solver.0.alpha holds values out of range"),
+    "levels of another number": (
+        _tensor("solver.0.alpha", lambda v: v[:1]),
+        "solver.0.alpha is torch.float64 (1,)",
     ),
-    "shift of another shape": (_tensor("trajectory.0.shift", lambda v: v[..., :2]), "shift is"),
-    "shift in half": (_tensor("trajectory.0.shift", lambda v: v.half()), "shift is torch.float16"),
-    "shift is not finite": (_at("trajectory.0.shift", math.nan), "shift holds values out of range"),
-    "shift is another": (_at("trajectory.0.shift", 0.5), "trajectory.0 is not the one that was saved"),
-    "another guidance": (_entry("guidance", 2.5), "trajectory.0 is not the one that was saved"),
-    "another sampler": (_entry("settings", {}), "trajectory.0 is not the one that was saved"),
+    "noise that rises": (_tensor("solver.0.alpha", lambda v: v[[1, 0, 2]]), "does not fall"),
+    "times that rise": (_tensor("solver.0.t", lambda v: v.flip(0)), "do not fall"),
+    "times of another process": (_other_solver(t=lambda v: v * 999), "asks at times that its noise"),
+    "a sample with noise": (_tensor("solver.0.sigma", lambda v: v + 0.1), "is no sample"),
+    "offset of another shape": (_tensor("solver.0.offset", lambda v: v[..., :2]), "solver.0.offset is"),
+    "offset in half": (_tensor("solver.0.offset", lambda v: v.half()), "solver.0.offset is torch.float16"),
+    "weights in single": (
+        _tensor("solver.0.weights", lambda v: v.float()),
+        "solver.0.weights is torch.float32",
+    ),
+    **{
+        f"solver.0.{name} is not finite": (
+            _at(f"solver.0.{name}", math.nan),
+            f"solver.0.{name} holds values out",
+        )
+        for name in ("t", "alpha", "sigma", "weights", "tables", "offset")
+    },
+    **{
+        f"{name} is another": (_tensor(f"solver.0.{name}", change), "solver.0 is not the one that was saved")
+        for name, change in (
+            ("t", lambda v: v * (1 - 1e-12)),
+            ("alpha", lambda v: v * torch.tensor([1 - 1e-12, 1, 1], dtype=torch.float64)),
+            ("sigma", lambda v: v * (1 + 1e-12)),
+            ("weights", lambda v: v * (1 + 1e-12)),
+            ("tables", lambda v: v * (1 + 1e-6)),
+            ("offset", lambda v: v * (1 + 1e-6)),
+        )
+    },
+    "another guidance": (_entry("guidance", 2.5), "solver.0 is not the one that was saved"),
+    "another history": (_entry("history", "eps"), "solver.0 is not the one that was saved"),
+    "history of nothing": (_entry("history", "score"), "a solver remembers eps or x0"),
+    "other gains": (_entry("gains", "none"), "solver.0 is not the one that was saved"),
+    "gains that nobody has": (
+        _other_solver(gains=lambda _: "mine"),
+        "gains of solver.0 are 'mine', expected one of least-squares",
+    ),
     "no evaluations": (_entry("nfe", 0), "nfe is 0"),
+    "evaluations without end": (_entry("nfe", 10**6), "nfe is 1000000"),
+    "another number of evaluations": (_entry("nfe", 3), "solver.0.t is torch.float64 (2,)"),
     "guidance is text": (_entry("guidance", "much"), "guidance holds much"),
     "guidance is not finite": (_entry("guidance", 1e999), "cannot be read"),
-    "settings are a list": (_entry("settings", []), "settings is '[]', expected a dict"),
-    "solver is a list": (_entry("solver", ["ddim"]), "solver is"),
-    "bands of a trajectory": (_entry("kept_bands", [0, 99]), "kept bands makes no sense"),
+    "evidence is a list": (_entry("evidence", []), "evidence is '[]', expected a dict"),
+    "evidence is text": (_entry("evidence", {"error": "none"}), "error holds none"),
+    "evidence beyond measure": (_entry("evidence", {"error": 1e13}), "error holds 1"),
+    "base is a number": (_entry("provenance", {"base": 3}), "what solver.0 says of itself makes no sense"),
+    "provenance is text": (_entry("provenance", "mine"), "provenance is 'mine', expected a dict"),
+    "bands of a solver": (_entry("kept_bands", [0, 99]), "kept bands makes no sense"),
+    "edges of a solver": (_entry("band_edges", [0.5]), "kept bands makes no sense"),
+    "identity of a solver missing": (_entry("identity", None), "solver.0 is not the one that was saved"),
+    # without data
+    "measured on nothing": (_set("images", 0), "corrects what was measured on no images"),
+    "of no data": (_set("data_images", 0), "corrects what was measured on no images"),
     # tensors
     "tensor missing": (lambda meta, tensors: tensors.pop("d"), "it lacks d"),
     "no time": (lambda meta, tensors: tensors.pop("t"), "it lacks t"),

@@ -819,20 +819,7 @@ def test_a_calibration_may_be_given_as_its_file(unet, cal, tmp_path):
         trueup.attach(unet, 3)
 
 
-# Samplers of pipelines
-
-
-def test_a_calibration_without_a_trajectory_says_so_at_the_first_step(unet, cal):
-    pipe = DDIMPipeline(unet, DDIMScheduler())
-    pipe.scheduler.set_timesteps(5)
-    handle = trueup.attach(pipe, cal)
-    try:
-        with pytest.raises(MismatchError, match="this calibration has none"):
-            handle.on_step_end(pipe, 0, 999, {"latents": randn(1, *SHAPE)})
-    finally:
-        handle.remove()
-    with pytest.raises(AttachError, match="not attached to the network of this pipeline"):
-        handle.on_step_end(pipe, 0, 999, {"latents": randn(1, *SHAPE)})
+# Times
 
 
 def test_times_a_little_beyond_are_those_of_the_end(tiny):

@@ -15,10 +15,10 @@ from trueup import files
 from trueup.calibration import artifact
 from trueup.calibration.calibration import Calibration
 from trueup.calibration.hook import CorrectOutput
-from trueup.calibration.trajectory import Trajectory
 from trueup.errors import ArtifactError, TrueupError
 from trueup.estimate import fit, stored
 from trueup.estimate.moments import Moments
+from trueup.fitted import FittedSolver
 
 from calibrations import make
 
@@ -83,9 +83,9 @@ def change_tensors(tensors: dict, dice: random.Random) -> None:
     if way == 0:
         tensors.pop(name)
     elif way == 1:
-        tensors[
-            dice.choice(("x", "trajectory.0.x", "trajectory.1.t", "trajectory.", "trajectory", SCREEN))
-        ] = value
+        tensors[dice.choice(("x", "solver.0.x", "solver.1.t", "solver.", "solver", "solver.0", SCREEN))] = (
+            value
+        )
     elif way == 2:
         tensors[name] = tensors[dice.choice(sorted(tensors))].clone()
     elif way == 3:
@@ -144,7 +144,7 @@ def quickly(work, *args):
 @pytest.fixture(scope="module")
 def good():
     """The metadata and tensors of a small but complete calibration."""
-    meta, tensors = artifact.pack_calibration(make((1, 3, 4), trajectories=True))
+    meta, tensors = artifact.pack_calibration(make((1, 3, 4), solvers=True))
     return json.dumps(meta), tensors
 
 
@@ -160,14 +160,15 @@ def same(one: Calibration, other: Calibration) -> bool:
     first, second = (
         [getattr(c.correction, n) for n in ("b", "a", "d", "support")]
         + [getattr(c.correction.innovation, n) for n in ("rho", "mean", "support")]
-        + [v for m in c.trajectories for v in (m.shift, m.gain)]
+        + [getattr(s, n) for s in c.solvers for n in ("t", "alpha", "sigma", "weights", "tables", "offset")]
         for c in (one, other)
     )
     return (
         one.shape == other.shape
         and one.gains == other.gains
         and [one.provenance.get(n) for n in settings] == [other.provenance.get(n) for n in settings]
-        and [m.sampler for m in one.trajectories] == [m.sampler for m in other.trajectories]
+        and [(s.nfe, s.guidance, s.history, s.gains) for s in one.solvers]
+        == [(s.nfe, s.guidance, s.history, s.gains) for s in other.solvers]
         and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
         and torch.allclose(one.correction.lam, other.correction.lam, rtol=1e-6)
         and torch.allclose(one.process.lam(one.t), other.correction.lam, rtol=1e-5, atol=1e-5)
@@ -199,9 +200,9 @@ def test_signed_files_are_refused_in_a_line_or_do_what_they_did(good):
 def test_whoever_forges_the_identity_too_gets_a_correction_within_bounds_or_a_line(good, monkeypatch):
     """Then what it does is his to say, but not that it crashes, hangs or is infinite."""
     monkeypatch.setattr(artifact, "identity_of", lambda *_: "forged")
-    monkeypatch.setattr(Trajectory, "identity", "forged")
+    monkeypatch.setattr(FittedSolver, "identity", "forged")
     meta = json.loads(good[0])
-    for part in (meta, *meta["trajectories"]):
+    for part in (meta, *meta["solvers"]):
         part["identity"] = "forged"
     forged, dice, loaded = (json.dumps(meta), good[1]), random.Random(1), []
     for _ in range(3000):
@@ -216,8 +217,9 @@ def test_whoever_forges_the_identity_too_gets_a_correction_within_bounds_or_a_li
         x_t = torch.ones(2, *calibration.shape)
         corrected = CorrectOutput(calibration).correct(x_t, x_t, calibration.t[:1])
         assert torch.isfinite(corrected).all()
-        for made in calibration.trajectories:
-            assert torch.isfinite(made(0, x_t)).all()
+        for solver in calibration.solvers:
+            for i in range(solver.nfe):
+                assert torch.isfinite(solver.step(i, x_t, [x_t] * min(i + 1, 3))).all()
 
 
 def test_signed_moments_are_refused_in_a_line_or_can_be_fitted():

@@ -12,7 +12,7 @@ import trueup
 SRC = Path(trueup.__file__).parent
 ROOMS = (
     {"errors", "statistics", "files", "progress"},
-    {"process", "parametrization", "bands", "noise", "solvers"},
+    {"process", "parametrization", "bands", "noise", "solvers", "stored", "fitted"},
     {"denoiser", "images", "hf", "analytic"},
     {"calibration"},
     {"estimate", "sampling"},

@@ -157,8 +157,6 @@ def test_somebody_elses_solver_works_by_name(halves):
     assert len(generate(denoiser, 4, solver="halves", nfe=2)) == 4
     with pytest.raises(TrueupError, match="did you mean halves"):
         trueup.sample(denoiser, 1, solver="halve")
-    with pytest.raises(TrueupError, match="halves does not say where its states lie"):
-        trueup.calibrate_sampler(denoiser, cal, solver="halves", nfe=2)
 
 
 def test_somebody_elses_solver_is_evaluated_by_name(halves):

@@ -38,6 +38,8 @@ class Curves:
 
 def curves(calibration: Calibration) -> Curves:
     """The curves of the network a calibration was measured on; unbiased, so they may dip below zero."""
+    if not calibration.measured:
+        raise TrueupError("this calibration was made without data: there is nothing to draw")
     e, process = calibration.evidence, calibration.process
     squares = torch.stack([e.eta2.value, e.eta2.low, e.eta2.high])
     return Curves(calibration.t, 0.5 * squares, -process.dlam(calibration.t) * squares, e.shift_bound_gain)

@@ -19,7 +19,8 @@ _COLUMN = 2
 def as_text(calibration: Calibration, *, plain: bool = False) -> str:
     """Table, chart and verdict."""
     table, verdict = calibration.summary().rsplit("\nverdict:", 1)
-    text = f"{table}\n\n{chart(calibration, plain=plain)}\n\nverdict:{verdict}"
+    drawn = f"{chart(calibration, plain=plain)}\n\n" if calibration.measured else ""
+    text = f"{table}\n\n{drawn}verdict:{verdict}"
     return text.replace("±", "+-") if plain else text
 
 
@@ -76,14 +77,15 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         },
         "levels": levels,
         "process": calibration.process.kind,
-        "trajectories": [
+        "solvers": [
             {
-                **made.sampler.as_json(),
-                "trajectories": made.trajectories,
-                "states": len(made.states),
-                "empty": made.empty,
-                **{name: made.evidence[name].sum(1).tolist() for name in ("before", "after")},
+                **{
+                    name: getattr(solver, name)
+                    for name in ("nfe", "guidance", "gains", "empty", "provenance")
+                },
+                "t": solver.t.tolist(),
+                "evidence": {key: Number(value).as_json()["value"] for key, value in solver.evidence.items()},
             }
-            for made in calibration.trajectories
+            for solver in calibration.solvers
         ],
     }

@@ -10,23 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trueup import __version__
+from trueup import __version__, fitted, stored
 from trueup.bands import Bands
-from trueup.calibration import stored
 from trueup.calibration.correction import CHANGED, GAINS, Correction, Innovation
 from trueup.calibration.evidence import Evidence
-from trueup.calibration.stored import LARGEST, Bounds, check_tensors, numbers, part, whole, word
-from trueup.calibration.trajectory import digest_of, find
 from trueup.denoiser import Binding
 from trueup.errors import ArtifactError
 from trueup.parametrization import Parametrization
-from trueup.process import from_settings
+from trueup.process import NoiseProcess, from_settings
 from trueup.statistics import Number
+from trueup.stored import LARGEST, Bounds, check_tensors, digest_of, numbers, part, whole, word
 
 KIND = "a calibration"
 _PARTS = ("value", "error", "low", "high")
 _BY_LEVEL = ("loss", "eta2", "gain")
 _TOTALS = ("bound_gain", "shift_bound_gain")
+_MOST_SOLVERS = 100
 _DATA = ("data_mean", "data_variance", "data_variance_se")
 
 
@@ -50,8 +49,8 @@ def pack_calibration(calibration: Any) -> tuple[dict[str, Any], dict[str, Tensor
         **{f"{n}.{part}": getattr(getattr(evidence, n), part) for n in _BY_LEVEL for part in _PARTS},
     }
     entries = []
-    for i, trajectory in enumerate(calibration.trajectories):
-        entry, more = stored.pack(trajectory, f"trajectory.{i}")
+    for i, solver in enumerate(calibration.solvers):
+        entry, more = fitted.pack(solver, f"solver.{i}")
         entries.append(entry)
         tensors |= more
     totals = {n: [float(getattr(getattr(evidence, n), part)) for part in _PARTS] for n in _TOTALS}
@@ -66,7 +65,7 @@ def pack_calibration(calibration: Any) -> tuple[dict[str, Any], dict[str, Tensor
         "images": evidence.images,
         "folds": evidence.folds,
         **{n: [None if math.isnan(value) else value for value in values] for n, values in totals.items()},
-        "trajectories": entries,
+        "solvers": entries,
         "identity": calibration.identity,
     }
     return meta, tensors
@@ -79,7 +78,7 @@ def identity_of(correction: Correction, gains: str, provenance: dict[str, Any]) 
     parts = [correction.lam, correction.b, correction.a, correction.d, _support(correction)]
     innovation = _innovation(correction)
     parts += [] if innovation is None else [innovation.rho, innovation.mean, _changed(correction)]
-    return digest_of([*settings, gains], parts)
+    return digest_of([*settings, gains], [part.float() for part in parts])
 
 
 def _innovation(correction: Correction) -> Innovation | None:
@@ -115,13 +114,13 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
     coefficients = stored.kept_coefficients(meta, bands)
     sloped = bool(part(tensors, "a", Tensor).any())
     of_innovation = stored.kept_coefficients(meta, bands, "innovation_bands") if sloped else None
-    by_trajectory = {name: tensor for name, tensor in tensors.items() if name.startswith("trajectory.")}
+    of_solvers = {name: tensor for name, tensor in tensors.items() if name.startswith("solver.")}
     bounds = _bounds(levels, channels, bands.count, len(coefficients), digests.numel())
     if of_innovation is not None:
         bounds["rho"] = Bounds((levels, channels, bands.count), -1e4, 1e4, torch.float32)
         bounds["changed_support"] = Bounds((len(CHANGED), levels - 1, bands.count), 0.0, 1.0, torch.float32)
         bounds["innovation"] = of_map._replace(shape=(levels, channels, len(of_innovation)))
-    own = {name: tensor for name, tensor in tensors.items() if name not in by_trajectory}
+    own = {name: tensor for name, tensor in tensors.items() if name not in of_solvers}
     check_tensors(own, {**bounds, "data_mean": of_map})
     for name in _BY_LEVEL:
         if (tensors[f"{name}.low"] > tensors[f"{name}.high"]).any():
@@ -137,17 +136,7 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
     b = torch.zeros(levels, channels, size, dtype=torch.float64)
     b[..., coefficients] = tensors["b"].double()
     data = {name: tensors[name].double() for name in _DATA}
-    entries = part(meta, "trajectories", list)
-    if len(entries) > 1000 or not all(isinstance(entry, dict) for entry in entries):
-        raise ArtifactError("its list of trajectories makes no sense")
-    if {name.split(".")[1] for name in by_trajectory} != {str(i) for i in range(len(entries))}:
-        raise ArtifactError("its trajectories are not those it lists")
-    trajectories = tuple(
-        stored.unpack(entry, by_trajectory, f"trajectory.{i}", bands, data["data_mean"])
-        for i, entry in enumerate(entries)
-    )
-    if any(find(trajectories[:i], made.sampler) for i, made in enumerate(trajectories)):
-        raise ArtifactError("two of its trajectories are for one sampler")
+    solvers = _solvers(part(meta, "solvers", list), of_solvers, shape, process)
     a, d, support = (tensors[name].double() for name in ("a", "d", "support"))
     innovation = None
     if of_innovation is not None:
@@ -160,12 +149,16 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
         raise ArtifactError(f"its gains are {gains!r}, expected one of {', '.join(GAINS)}")
     if identity_of(correction, gains, provenance) != meta.get("identity"):
         raise ArtifactError("its correction is not the one that was saved")
+    images, data_images = (whole(meta, name, 0, 2**40) for name in ("images", "data_images"))
+    family = word(meta, "family")
+    if not (images and data_images) and (images or data_images or family != "none" or not correction.empty):
+        raise ArtifactError("it corrects what was measured on no images")
     return {
         "correction": correction,
         "t": t,
         "shape": shape,
         "evidence": Evidence(
-            images=whole(meta, "images", 1, 2**40),
+            images=images,
             folds=whole(meta, "folds", 1, 1024),
             dimensions=channels * size,
             scale=tensors["scale"].double(),
@@ -173,15 +166,39 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
             **{n: Number(*(tensors[f"{n}.{part}"] for part in _PARTS)) for n in _BY_LEVEL},
             **{n: _total(meta, n) for n in _TOTALS},
         ),
-        "family": word(meta, "family"),
+        "family": family,
         "estimator": word(meta, "estimator"),
         "gains": gains,
         **data,
-        "data_images": whole(meta, "data_images", 1, 2**40),
+        "data_images": data_images,
         "data_digests": digests,
         "provenance": provenance,
-        "trajectories": trajectories,
+        "solvers": solvers,
     }
+
+
+def _solvers(
+    entries: list[Any], tensors: Mapping[str, Tensor], shape: tuple[int, ...], process: NoiseProcess
+) -> tuple[fitted.FittedSolver, ...]:
+    """The solvers of a file, all of samples of one shape and of one process."""
+    if len(entries) > _MOST_SOLVERS or not all(isinstance(entry, dict) for entry in entries):
+        raise ArtifactError("its list of solvers makes no sense")
+    if {name.split(".")[1] for name in tensors} != {str(i) for i in range(len(entries))}:
+        raise ArtifactError("its solvers are not those it lists")
+    solvers: list[fitted.FittedSolver] = []
+    slack = 0.1 * (process.t_max - process.t_min)
+    for i, entry in enumerate(entries):
+        name = f"solver.{i}"
+        own = {full: tensor for full, tensor in tensors.items() if full.startswith(f"{name}.")}
+        made = fitted.unpack(entry, own, name, shape)
+        if made.gains not in GAINS:
+            raise ArtifactError(f"gains of {name} are {made.gains!r}, expected one of {', '.join(GAINS)}")
+        if not process.t_min - slack <= float(made.t[-1]) <= float(made.t[0]) <= process.t_max + slack:
+            raise ArtifactError(f"{name} asks at times that its noise process does not have")
+        if any(made.is_for(other.nfe, other.guidance) for other in solvers):
+            raise ArtifactError(f"two of its solvers are for {made.purpose}")
+        solvers.append(made)
+    return tuple(solvers)
 
 
 def _bounds(levels: int, channels: int, bands: int, coefficients: int, digests: int) -> dict[str, Bounds]:

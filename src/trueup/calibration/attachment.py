@@ -21,7 +21,6 @@ from torch import nn
 
 from trueup.calibration.calibration import Calibration, load
 from trueup.calibration.hook import CorrectOutput
-from trueup.calibration.trajectory import Sampler, Trajectory, choose
 from trueup.denoiser import Binding, Denoiser, corrections, fingerprint, unwrapped
 from trueup.denoiser.network import is_sharded
 from trueup.errors import Argument, AttachError, MismatchError
@@ -89,7 +88,6 @@ class Attachment:
         binding = _binding(calibration, self._target, self._denoiser, force)
         with torch.inference_mode(False):
             self._hook = CorrectOutput(calibration, binding, gains)
-        self._trajectory: Trajectory | None = None  # of the call in progress
 
     @property
     def active(self) -> bool:
@@ -142,36 +140,6 @@ class Attachment:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
-
-    def on_step_end(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Keeps a diffusers pipeline's latents on the marginals, with the trajectory for its scheduler.
-
-        with trueup.attach(pipe, cal) as calibrated:
-            pipe(prompt, num_inference_steps=10, callback_on_step_end=calibrated.on_step_end)
-
-        What a pipeline does not show its callback, such as DDIM's eta, is not checked: leave it as it is.
-        """
-        if step == 0 or self._trajectory is None:
-            self._trajectory = self._for_pipeline(pipe)
-        if "latents" not in tensors:
-            raise AttachError("it needs the latents: leave callback_on_step_end_tensor_inputs as it is")
-        tensors["latents"] = self._trajectory.at_step(step, float(timestep), tensors["latents"])
-        return tensors
-
-    def _for_pipeline(self, pipe: Any) -> Trajectory:
-        if not self.active or not is_pipeline(pipe) or unwrapped(network_of(pipe)) is not self._target:
-            raise AttachError("this calibration is not attached to the network of this pipeline")
-        steps = len(pipe.scheduler.timesteps)
-        if getattr(pipe, "_num_timesteps", steps) != steps:
-            raise MismatchError(
-                f"the pipeline takes {pipe._num_timesteps} of {steps} steps, as from an image it was given: "
-                "trajectories start from noise. Leave out on_step_end, or use strength=1."
-            )
-        if getattr(pipe, "guidance_rescale", 0.0):
-            raise MismatchError("trajectories are made without guidance_rescale: leave it or on_step_end out")
-        guided = getattr(pipe, "do_classifier_free_guidance", False)
-        guidance = float(getattr(pipe, "guidance_scale", 1.0)) if guided else 1.0
-        return choose(self.calibration.trajectories, Sampler.of_scheduler(pipe.scheduler, steps, guidance))
 
 
 def _take_off(network: Any, only: CorrectOutput | None) -> bool:

@@ -7,14 +7,19 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from trueup.bands import Bands
 from trueup.calibration.artifact import KIND, identity_of, pack_calibration, unpack_calibration
 from trueup.calibration.correction import Correction, check_gains
 from trueup.calibration.evidence import Evidence
-from trueup.calibration.trajectory import Trajectory
+from trueup.denoiser import Denoiser
 from trueup.denoiser.network import same_weights
+from trueup.errors import MismatchError
 from trueup.files import load_as, save_tensors, unpacked
+from trueup.fitted import FittedSolver, purpose
+from trueup.hf.loading import diffusers_module
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess, from_settings
 from trueup.statistics import Number, trapezoid_weights
@@ -38,17 +43,70 @@ class Calibration:
     data_images: int
     data_digests: Tensor  # (n,) int64, of the images it was made from, where there are not too many to keep
     provenance: dict[str, Any] = field(default_factory=dict)
-    trajectories: tuple[Trajectory, ...] = ()  # what keeps samplers on the marginals, see `calibrate_sampler`
+    solvers: tuple[FittedSolver, ...] = ()  # for few steps, no two for the same evaluations and guidance
     gains: str = "sqrt"  # of the correction that samples are drawn with, see `Correction.with_gains`
 
     def __post_init__(self) -> None:
         check_gains(self.gains)
+
+    @classmethod
+    def without_data(cls, denoiser: Denoiser, y: Any = None) -> Calibration:
+        """A calibration that was measured on nothing and corrects nothing: what solvers alone are kept in.
+
+        y: a label or more, for a conditional network, to find out how it is called.
+        """
+        denoiser.check_bare()
+        process, shape, bands = denoiser.process, denoiser.shape, Bands(denoiser.shape[1:])
+        t = process.snap(process.t_of_lam(0.0)).reshape(1)
+        size, binding = math.prod(shape[1:]), denoiser.binding(y)
+
+        def zeros(*dims: int) -> Tensor:
+            return torch.zeros(*dims, dtype=torch.float64)
+
+        nan = torch.full_like(t, math.nan)
+        unknown = Number(nan, nan, nan, nan)
+        slopes = zeros(1, shape[0], bands.count)
+        return cls(
+            correction=Correction(process.lam(t), zeros(1, shape[0], size), slopes, slopes.clone(), bands),
+            t=t,
+            shape=shape,
+            evidence=Evidence(
+                images=0,
+                folds=1,
+                dimensions=math.prod(shape),
+                loss=Number(zeros(1), nan, nan, nan),
+                eta2=unknown,
+                gain=unknown,
+                shift_se=nan,
+                scale=zeros(1, bands.count),
+                bound_gain=Number(math.nan),
+                shift_bound_gain=Number(math.nan),
+            ),
+            family="none",
+            estimator="none",
+            data_mean=zeros(shape[0], size),
+            data_variance=zeros(shape[0], bands.count),
+            data_variance_se=zeros(shape[0], bands.count),
+            data_images=0,
+            data_digests=torch.zeros(0, dtype=torch.int64),
+            provenance={
+                "model": denoiser.description,
+                "weights": denoiser.fingerprint(),
+                "process": process.settings(),
+                "parametrization": denoiser.parametrization.settings(),
+                "binding": None if binding is None else binding.settings(),
+                "data_range": list(denoiser.data_range) if denoiser.data_range else None,
+            },
+            gains="none",
+        )
 
     def __repr__(self) -> str:
         return f"<{self._headline()}: {self.verdict()}>"
 
     def _headline(self) -> str:
         model = self.provenance.get("model", "a network")
+        if not self.measured:
+            return f"calibration of {model} without data"
         noun = "generated image" if self.generated else "image"
         images, levels = _count(self.evidence.images, noun), _count(len(self.t), "noise level")
         return f"{self.family} calibration ({self.estimator}) of {model}, {images}, {levels}"
@@ -72,6 +130,33 @@ class Calibration:
     def for_samples(self) -> Correction:
         """The correction that samples are drawn with; `correction` is the one of the lowest loss."""
         return self.correction.with_gains(self.gains)
+
+    @property
+    def measured(self) -> bool:
+        """Whether the network was measured on data; else it corrects nothing, and has solvers alone."""
+        return self.data_images > 0
+
+    def solver(self, nfe: int, guidance: float = 1.0) -> FittedSolver:
+        """The solver for so many evaluations, or an error that says which there are."""
+        found = next((solver for solver in self.solvers if solver.is_for(nfe, guidance)), None)
+        if found is not None:
+            return found
+        there = ", ".join(solver.purpose for solver in self.solvers)
+        has = f"has those for {there}" if there else "has none"
+        fit = "fit one (trueup.fit_solver)"
+        raise MismatchError(f"no solver for {purpose(nfe, guidance)}: this calibration {has}", fit)
+
+    def scheduler(self, nfe: int, guidance: float = 1.0) -> Any:
+        """The solver as a scheduler of diffusers, for any pipeline: `pipe.scheduler = cal.scheduler(nfe=8)`.
+
+        The pipeline then takes `num_inference_steps=8` and the guidance it was fitted for. It goes with the
+        correction that it was fitted with: `trueup.attach(pipe, cal)`, where there is one.
+        """
+        solver = self.solver(nfe, guidance)
+        diffusers_module("a scheduler")
+        from trueup.hf.fitted import FittedScheduler
+
+        return FittedScheduler.of(solver, self.process, self.parametrization)
 
     @property
     def generated(self) -> dict[str, Any] | None:
@@ -130,6 +215,9 @@ class Calibration:
     def verdict(self) -> str:
         """What to make of it, in one or two sentences."""
         e, bits = self.evidence, self.uncalibration
+        if not self.measured:
+            count = _count(len(self.solvers), "solver")
+            return f"nothing was measured: the network is left as it is, with {count} for it."
         if self.family == "none":
             return "the network is left as it is."
         if not self._confirmable:
@@ -167,7 +255,9 @@ class Calibration:
 
     def summary(self) -> str:
         """A table of what was measured at every level, the totals, and the verdict."""
-        e = self.evidence
+        e, verdict = self.evidence, f"verdict: {self.verdict()}"
+        if not self.measured:
+            return "\n".join([self._headline(), "", *(solver.summary() for solver in self.solvers), verdict])
         heads = ("t", "lam", "loss", "|mean residual|^2", "held-out gain", "of loss")
         widths = (9, 7, 10, 24, 18, 8)
         header = " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True))
@@ -189,11 +279,8 @@ class Calibration:
         ]
         if self.generated:
             lines.append("measured on the model's own samples: errors that these share with it do not show")
-        lines += [made.summary() for made in self.trajectories]
-        if self.trajectories and self.generated:
-            lines.append("trajectories are brought to the moments of the model's own samples, not of data")
-        lines.append(f"verdict: {self.verdict()}")
-        return "\n".join(lines)
+        lines += [solver.summary() for solver in self.solvers]
+        return "\n".join([*lines, verdict])
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write one .safetensors file, atomically; see docs/format.md."""

@@ -69,9 +69,8 @@ class Correction:
             return self
         if self.innovation is None:
             raise TrueupError(f"this correction does not say what the innovation is, which {form} gains need")
-        signal = (1 - self.a).clamp_min(
-            0.0
-        )  # share of the innovation's variance; above 1 there is none to remove
+        # The signal's share of the innovation's variance; where it is above 1 there is none to remove.
+        signal = (1 - self.a).clamp_min(0.0)
         kept = signal / signal.clamp(_LEAST_SIGNAL, 1.0).sqrt() if form == "sqrt" else torch.ones_like(signal)
         change = self.a - (1 - kept)
         b = self.b + self.bands.spread(change) * self.innovation.mean

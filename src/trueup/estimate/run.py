@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trueup.calibration.stored import Bounds, check_tensors, part
+from trueup.stored import Bounds, check_tensors, part
 from trueup.errors import ArtifactError, DataError, TrueupError
 from trueup.estimate.moments import Moments
 from trueup.estimate.stored import pack, unpack

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trueup.bands import Bands
 from trueup.calibration.artifact import check_provenance
-from trueup.calibration.stored import Bounds, check_tensors, part, sample_shape, whole
+from trueup.stored import Bounds, check_tensors, part, sample_shape, whole
 from trueup.errors import ArtifactError
 from trueup.process import from_settings
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trueup.calibration.stored import Bounds, check_tensors, whole
+from trueup.stored import Bounds, check_tensors, whole
 from trueup.errors import ArtifactError, DataError, MismatchError
 from trueup.files import line, load_tensors, save_tensors
 from trueup.metrics.features import Features, look_at

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from trueup.bands import Bands
-from trueup.calibration.trajectory import EVIDENCE, TOTALS, Sampler, States, Trajectory
 from trueup.errors import ArtifactError
 
 Part = TypeVar("Part")
@@ -105,58 +106,9 @@ def packed(maps: Tensor, bands: Bands) -> tuple[list[int], Tensor]:
     return kept, maps[..., bands.coefficients(kept)].float()
 
 
-def pack(trajectory: Trajectory, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A trajectory as metadata and tensors; of the shift only the bands that have one."""
-    kept, shift = packed(trajectory.shift, trajectory.bands)
-    meta = {
-        **trajectory.sampler.as_json(),
-        "kept_bands": kept,
-        "trajectories": trajectory.trajectories,
-        "provenance": trajectory.provenance,
-        "identity": trajectory.identity,
-    }
-    tensors = {
-        **{part: getattr(trajectory.states, part).double() for part in ("t", "alpha", "sigma")},
-        "shift": shift,
-        "gain": trajectory.gain.float(),
-        **{part: trajectory.evidence[part].double() for part in (*EVIDENCE, *TOTALS)},
-    }
-    return meta, {f"{name}.{part}": tensor for part, tensor in tensors.items()}
-
-
-def unpack(
-    meta: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str, bands: Bands, mean: Tensor
-) -> Trajectory:
-    """The trajectory, or ArtifactError if it makes no sense."""
-    have = {full.removeprefix(f"{name}."): v for full, v in tensors.items() if full.startswith(f"{name}.")}
-    coefficients = kept_coefficients(meta, bands)
-    count, (channels, size) = have["t"].numel() if "t" in have else 0, mean.shape
-    if count < 1 or count * channels * size * 8 > LARGEST:
-        raise ArtifactError(f"{name} has {count} states of {channels} x {size} values")
-    bounds = {
-        "t": Bounds((count,), -1e9, 1e9),
-        **dict.fromkeys(("alpha", "sigma"), Bounds((count,), 0.0, 1e6)),
-        "shift": Bounds((count, channels, len(coefficients)), -1e9, 1e9, torch.float32),
-        "gain": Bounds((count, channels, bands.count), 1e-4, 1e4, torch.float32),
-        **dict.fromkeys(EVIDENCE[::2], Bounds((count, bands.count), -1e12, 1e12, unknown=True)),
-        **dict.fromkeys(EVIDENCE[1::2], Bounds((count, bands.count), 0.0, 1e12, unknown=True)),
-        **dict.fromkeys(TOTALS, Bounds((count,), 0.0, 1e12, unknown=True)),
-    }
-    check_tensors(have, bounds)
-    shift = torch.zeros(count, channels, size, dtype=torch.float64)
-    shift[..., coefficients] = have["shift"].double()
-    (guidance,) = numbers([meta.get("guidance")], "guidance", -1e4, 1e4)
-    made = Trajectory(
-        Sampler(word(meta, "solver"), whole(meta, "nfe", 1, 10**6), part(meta, "settings", dict), guidance),
-        States(have["t"], have["alpha"], have["sigma"]),
-        bands,
-        mean,
-        shift,
-        have["gain"].double(),
-        {part: have[part] for part in (*EVIDENCE, *TOTALS)},
-        whole(meta, "trajectories", 1, 10**9),
-        part(meta, "provenance", dict),
-    )
-    if made.identity != meta.get("identity"):
-        raise ArtifactError(f"{name} is not the one that was saved")
-    return made
+def digest_of(settings: Any, parts: Iterable[Tensor]) -> str:
+    """A short hash of plain values and of tensors, in the precision that files keep them in."""
+    digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8)
+    for part in parts:
+        digest.update((part.cpu() + 0.0).contiguous().numpy().tobytes())  # files do not keep -0
+    return digest.hexdigest()

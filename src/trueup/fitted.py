@@ -1,0 +1,273 @@
+"""A solver fitted to a model: where it asks the network, what it makes of the answers, and how it is kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trueup.bands import Bands
+from trueup.errors import ArtifactError, TrueupError
+from trueup.parametrization import Parametrization
+from trueup.stored import (
+    LARGEST,
+    Bounds,
+    check_tensors,
+    digest_of,
+    kept_coefficients,
+    numbers,
+    packed,
+    part,
+    whole,
+    word,
+)
+
+MEMORY = 3  # how many of the network's answers a step may use
+HISTORIES = ("eps", "x0")
+_MOST = 1000  # evaluations
+_EXACT = ("t", "alpha", "sigma", "weights")  # kept as float64
+
+
+@dataclass(eq=False, repr=False)
+class FittedSolver:
+    """x_(i+1) = w_x x_i + w_0 h_i + w_1 h_(i-1) + w_2 h_(i-2), weights by channel and band, and a map.
+
+    State 0 is noise of the process's `prior_std`, x_t as the network sees it; state N is the sample. A solver
+    for guided outputs remembers these.
+    """
+
+    nfe: int
+    t: Tensor  # (N,) what the network is told, falling
+    alpha: Tensor  # (N + 1,) of the states; the last is the sample, 1
+    sigma: Tensor  # (N + 1,) the last is 0
+    history: str  # what is remembered, "eps" or "x0"
+    weights: Tensor  # (N, 4) of the rule it started from
+    bands: Bands
+    tables: Tensor  # (N, 4, C, bands) what is added to them
+    offset: Tensor  # (N, C, K) in the DCT
+    guidance: float = 1.0
+    gains: str = "none"  # form of the correction it was fitted with
+    evidence: dict[str, float] = field(default_factory=dict)  # what held-out trajectories say; nan: unknown
+    provenance: dict[str, Any] = field(default_factory=dict)  # base: the rule and its grid, in words
+
+    def __post_init__(self) -> None:
+        self._ready: dict[Any, Any] = {}
+        self._check_plain()
+        self._check_shapes()
+        self._check_levels()
+
+    def _check_plain(self) -> None:
+        if type(self.nfe) is not int or not 1 <= self.nfe <= _MOST:
+            raise TrueupError(f"a solver makes 1 to {_MOST} evaluations, not {self.nfe!r}")
+        if self.history not in HISTORIES:
+            raise TrueupError(f"a solver remembers {' or '.join(HISTORIES)}, not {self.history!r}")
+        if not isinstance(self.gains, str):
+            raise TrueupError(f"gains are a form of the correction, not {type(self.gains).__name__}")
+        numbers = {"guidance": self.guidance, **self.evidence}
+        for name, value in numbers.items():
+            finite = isinstance(value, (int, float)) and not math.isinf(value)
+            if not finite or (name == "guidance" and math.isnan(value)):
+                raise TrueupError(f"{name} of a solver is a number, not {value!r}")
+
+    def _check_shapes(self) -> None:
+        channels, size = self.offset.shape[1:2], self.bands.index.numel()
+        shapes: dict[str, tuple[int, ...]] = {
+            "t": (self.nfe,),
+            "alpha": (self.nfe + 1,),
+            "sigma": (self.nfe + 1,),
+            "weights": (self.nfe, 1 + MEMORY),
+            "tables": (self.nfe, 1 + MEMORY, *channels, self.bands.count),
+            "offset": (self.nfe, *channels, size),
+        }
+        for name, shape in shapes.items():
+            tensor = getattr(self, name)
+            if tuple(tensor.shape) != shape:
+                found = f"not {tuple(tensor.shape)}"
+                raise TrueupError(f"{name} of a solver for {self.purpose} has shape {shape}, {found}")
+            if not torch.isfinite(tensor).all():
+                raise TrueupError(f"{name} of a solver for {self.purpose} holds values that are not finite")
+
+    def _check_levels(self) -> None:
+        alpha, sigma = self.alpha, self.sigma
+        if not (self.t.diff() < 0).all():
+            raise TrueupError(f"times of a solver for {self.purpose} do not fall")
+        if not (alpha[-1] == 1 and sigma[-1] == 0):
+            raise TrueupError(f"the last state of a solver for {self.purpose} is no sample: alpha 1, sigma 0")
+        # sigma/alpha falls; alpha may be 0 at first.
+        if not ((alpha >= 0).all() and (sigma[1:] * alpha[:-1] < sigma[:-1] * alpha[1:]).all()):
+            raise TrueupError(f"noise of a solver for {self.purpose} does not fall")
+
+    def __repr__(self) -> str:
+        return f"<{self.summary()}>"
+
+    @property
+    def purpose(self) -> str:
+        """What it is for, in words."""
+        return purpose(self.nfe, self.guidance)
+
+    def is_for(self, nfe: int, guidance: float = 1.0) -> bool:
+        """Whether it makes so many evaluations, guided like this."""
+        return self.nfe == nfe and math.isclose(self.guidance, guidance, rel_tol=1e-6)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a sample, (C, *spatial)."""
+        return (self.offset.shape[1], *self.bands.spatial)
+
+    @property
+    def empty(self) -> bool:
+        """Whether fitting added nothing to the rule it started from."""
+        return not (self.tables.any() or self.offset.any())
+
+    @property
+    def identity(self) -> str:
+        """A short hash of what it does: the same for a solver and what was loaded from its file."""
+        settings = [self.nfe, float(self.guidance), self.history, self.gains]
+        exact = [getattr(self, name).double() for name in _EXACT]
+        return digest_of(
+            [*settings, self.bands.edges, self.bands.spatial],
+            [*exact, self.tables.float(), self.offset.float()],
+        )
+
+    def summary(self) -> str:
+        """What it is for and what fitting did, in a line."""
+        text = f"solver for {self.purpose}: {self.provenance.get('base', 'a rule')}"
+        text += ", as it is" if self.empty else ", fitted"
+        before, after = (self.evidence.get(name, math.nan) for name in ("error_base", "error"))
+        if math.isnan(after):
+            return text
+        change = f"{after:.2g}" if math.isnan(before) else f"{before:.2g} -> {after:.2g}"
+        return f"{text}; whitened error to the limit {change}"
+
+    def remembered(self, i: int, output: Tensor, x: Tensor, parametrization: Parametrization) -> Tensor:
+        """What the network said at level i, as eps or x0."""
+        alpha, sigma = self.alpha[i], self.sigma[i]
+        p, q = parametrization.coefficients(alpha, sigma)
+        bottom = alpha * q - sigma * p
+        if self.history == "eps":
+            on_output, on_x = alpha / bottom, -p / bottom
+        else:
+            on_output, on_x = -sigma / bottom, q / bottom
+        if float(on_x) == 0.0:
+            return output * float(on_output)
+        return torch.add(output * float(on_output), x, alpha=float(on_x))
+
+    def step(self, i: int, x: Tensor, history: Sequence[Tensor]) -> Tensor:
+        """State i + 1 from state i and what was remembered, the latest first, at most MEMORY.
+
+        Where less is remembered than it needs, as after a start in the middle, it is a step of first order.
+        """
+        if len(history) < self.memory(i):
+            on_x, on_h = self.first_order(i)
+            return torch.add(x * on_x, history[0], alpha=on_h)
+        w = self.weights[i].tolist()
+        made = x * w[0]
+        for weight, h in zip(w[1:], history, strict=False):
+            if weight:
+                made = made.add_(h, alpha=weight)
+        tables, offset = self._on(i, x)
+        if tables is None:
+            return made
+        parts = torch.stack([x, *history])  # (J, B, C, *spatial)
+        z = (self.bands.dct(parts) * tables[: len(parts), None]).sum(0)
+        return made + self.bands.idct(z + offset)
+
+    def memory(self, i: int) -> int:
+        """How many of the network's answers step i uses."""
+        if i not in self._ready:
+            used = [bool(self.weights[i, j] != 0 or self.tables[i, j].any()) for j in range(1, 1 + MEMORY)]
+            self._ready[i] = max([1, *(j for j, there in enumerate(used, 1) if there)])
+        return self._ready[i]
+
+    def first_order(self, i: int) -> tuple[float, float]:
+        """DDIM's step from level i to the next, as weights on x_i and h_i (equation 30)."""
+        (alpha, after_alpha), (sigma, after_sigma) = (v[i : i + 2].tolist() for v in (self.alpha, self.sigma))
+        if self.history == "eps":
+            return after_alpha / alpha, after_sigma - after_alpha / alpha * sigma
+        return after_sigma / sigma, after_alpha - after_sigma / sigma * alpha
+
+    def _on(self, i: int, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        key = (i, x.device, x.dtype)
+        if key not in self._ready:
+            with torch.inference_mode(False):
+                spatial = self.bands.spatial
+                offset = self.offset[i].to(x).reshape(-1, *spatial)
+                tables = None
+                if self.tables[i].any() or self.offset[i].any():
+                    tables = self.bands.spread(self.tables[i]).to(x).reshape(1 + MEMORY, -1, *spatial)
+                self._ready[key] = tables, offset
+        return self._ready[key]
+
+
+def purpose(nfe: int, guidance: float = 1.0) -> str:
+    """What a solver is for, in words.
+
+    >>> purpose(8), purpose(1, 2.5)
+    ('8 evaluations', '1 evaluation (guidance 2.5)')
+    """
+    guided = f" (guidance {guidance:g})" if guidance != 1.0 else ""
+    return f"{nfe} evaluation{'s' * (nfe != 1)}{guided}"
+
+
+def pack(solver: FittedSolver, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A solver as metadata and tensors, their names beginning with `name`; of the offset what is not zero."""
+    kept, offset = packed(solver.offset, solver.bands)
+    meta = {
+        **{key: getattr(solver, key) for key in ("nfe", "history", "gains", "provenance")},
+        "guidance": float(solver.guidance),
+        "band_edges": list(solver.bands.edges),
+        "kept_bands": kept,
+        "evidence": {key: None if math.isnan(value) else value for key, value in solver.evidence.items()},
+        "identity": solver.identity,
+    }
+    exact = {key: getattr(solver, key).double() for key in _EXACT}
+    tensors = {**exact, "tables": solver.tables.float(), "offset": offset}
+    return meta, {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+
+
+def unpack(
+    meta: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
+) -> FittedSolver:
+    """The solver of samples of this shape, or ArtifactError if it makes no sense."""
+    nfe, channels, size = whole(meta, "nfe", 1, _MOST), shape[0], math.prod(shape[1:])
+    if nfe * channels * size * 8 > LARGEST:
+        raise ArtifactError(f"{name} has {nfe} steps of {channels} x {size} values")
+    bands = Bands(shape[1:], numbers(meta.get("band_edges"), "band_edges", 0.0, 1e9, most=1000))
+    coefficients = kept_coefficients(meta, bands)
+    single = torch.float32
+    bounds = {
+        "t": Bounds((nfe,), -1e9, 1e9),
+        **dict.fromkeys(("alpha", "sigma"), Bounds((nfe + 1,), 0.0, 1e6)),
+        "weights": Bounds((nfe, 1 + MEMORY), -1e9, 1e9),
+        "tables": Bounds((nfe, 1 + MEMORY, channels, bands.count), -1e6, 1e6, single),
+        "offset": Bounds((nfe, channels, len(coefficients)), -1e9, 1e9, single),
+    }
+    check_tensors(tensors, {f"{name}.{key}": bound for key, bound in bounds.items()})
+    offset = torch.zeros(nfe, channels, size, dtype=torch.float64)
+    offset[..., coefficients] = tensors[f"{name}.offset"].double()
+    (guidance,) = numbers([meta.get("guidance")], "guidance", -1e4, 1e4)
+    evidence, provenance = (part(meta, key, dict) for key in ("evidence", "provenance"))
+    if len(evidence) > _MOST or not isinstance(provenance.get("base", ""), str):
+        raise ArtifactError(f"what {name} says of itself makes no sense")
+    made = FittedSolver(
+        nfe,
+        tensors[f"{name}.t"],
+        tensors[f"{name}.alpha"],
+        tensors[f"{name}.sigma"],
+        word(meta, "history"),
+        tensors[f"{name}.weights"],
+        bands,
+        tensors[f"{name}.tables"].double(),
+        offset,
+        guidance,
+        word(meta, "gains"),
+        {key: numbers([value], key[:40], -1e12, 1e12, unknown=True)[0] for key, value in evidence.items()},
+        provenance,
+    )
+    if made.identity != meta.get("identity"):
+        raise ArtifactError(f"{name} is not the one that was saved")
+    return made
