@@ -123,10 +123,5 @@ def _likelihood(options: argparse.Namespace) -> None:
         raise DataError("say whose likelihood to measure: --data")
 
 
-_CHECKS = {
-    "calibrate": _calibrate,
-    "check": _check,
-    "samplers": _samplers,
-    "evaluate": _evaluate,
-    "likelihood": _likelihood,
-}
+_CHECKS = {"calibrate": _calibrate, "check": _check, "samplers": _samplers}
+_CHECKS |= {"evaluate": _evaluate, "likelihood": _likelihood}

@@ -25,7 +25,7 @@ _CALIBRATE = """examples:
   trueup calibrate bundled:ema --nfe 8 -o ema.trueup.safetensors                    no data: the solver alone
 
 Measures MODEL on images and writes its calibration; draws a few samples to see what it does to them, and with
---nfe fits a solver to the calibrated model for so many evaluations. Work is kept in a run directory after every batch:
+--nfe fits a solver to the calibrated model for so many evaluations. Work is kept in a run directory:
 interrupted, the same command goes on from there, and with a larger --images it adds to what it has.
 """
 _CHECK = """examples:

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trueup.stored import Bounds, check_tensors, part
 from trueup.errors import ArtifactError, DataError, TrueupError
 from trueup.estimate.moments import Moments
 from trueup.estimate.stored import pack, unpack
 from trueup.files import Folder, line, load_as, save_tensors, unpacked
 from trueup.images import Batch, Samples
+from trueup.stored import Bounds, check_tensors, part
 
 KIND = "a run"
 CHECKPOINT = "checkpoint.safetensors"

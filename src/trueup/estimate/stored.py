@@ -11,9 +11,9 @@ from torch import Tensor
 
 from trueup.bands import Bands
 from trueup.calibration.artifact import check_provenance
-from trueup.stored import Bounds, check_tensors, part, sample_shape, whole
 from trueup.errors import ArtifactError
 from trueup.process import from_settings
+from trueup.stored import Bounds, check_tensors, part, sample_shape, whole
 
 KIND = "moments"
 VECTORS = ("residual", "departure", "u")

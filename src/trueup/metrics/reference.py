@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trueup.stored import Bounds, check_tensors, whole
 from trueup.errors import ArtifactError, DataError, MismatchError
 from trueup.files import line, load_tensors, save_tensors
 from trueup.metrics.features import Features, look_at
 from trueup.metrics.gaussian import GaussianStatistics
+from trueup.stored import Bounds, check_tensors, whole
 
 KIND = "a reference"
 LIMIT = 10_000  # rows kept for the measures that need every pair

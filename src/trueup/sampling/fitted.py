@@ -62,7 +62,7 @@ def plan(
     alpha, sigma = torch.cat([levels.log_alpha.exp(), one]), torch.cat([levels.sigma, 0 * one])
     nothing = torch.zeros(nfe, 1 + MEMORY, denoiser.shape[0], bands.count, dtype=torch.float64)
     offset = torch.zeros(nfe, denoiser.shape[0], bands.index.numel(), dtype=torch.float64)
-    told, origin = network_times(process, t), {"rule": rule.name, "grid": grid.name}
+    told, origin = network_times(process, t), {"base": f"{rule.name}, {grid.name}"}
     weights = rule.weights(levels)
     return FittedSolver(
         nfe, told, alpha, sigma, rule.history, weights, bands, nothing, offset, guidance, provenance=origin
