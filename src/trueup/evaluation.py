@@ -62,10 +62,9 @@ def evaluate(
 
     data: images to compare with (10,000, unless `Images` says otherwise), a `trueup.metrics.Reference` made
     from them, or its file. solvers and nfe: every one of the first at every one of the second; "fitted" is
-    the calibration's own. features: a name (see `trueup.metrics.load_features`), or what maps images to (B, d).
-    Latents are compared as the
-    pictures that the Denoiser's autoencoder makes of them. loss: whether the
-    denoising loss is measured, too, on images that the calibration was not made from; a file has none.
+    the calibration's own. features: a name (see `trueup.metrics.load_features`), or what maps images to
+    (B, d). Latents are compared as the pictures that the Denoiser's autoencoder makes of them. loss: whether
+    the denoising loss is measured, too, on images that the calibration was not made from; a file has none.
     run: a directory that keeps the features of what was sampled, to go on from after an interruption; force
     replaces what was sampled there with other settings.
     """
