@@ -109,7 +109,7 @@ class Fitter:
         self.seed, self.count = mix(seed ^ _OWN_STREAM), trajectories
         self.data = Moments.of(calibration)
         self.gains = "none" if calibration is None or calibration.empty else calibration.gains
-        self.held = slice(trajectories - max(FEWEST // 2, round(HELD_OUT * trajectories)), trajectories)
+        self.fitted_to = trajectories - max(FEWEST // 2, round(HELD_OUT * trajectories))
         self.intervals = max(INTERVALS, 2 * max(numbers))
         self.origin = {"trajectories": trajectories, "seed": seed}
         self.bar = Progress(self._total(numbers), "fitting a solver", show=progress)
@@ -126,17 +126,20 @@ class Fitter:
                 teacher = Teacher.of(network, self.seed, intervals=self.intervals)
             kept.keep_teacher(teacher)
         teacher = teacher.to(self.denoiser.device)
-        self.fitting, self.judging = teacher.rows(slice(0, self.held.start)), teacher.rows(self.held)
         shown = seen(teacher.samples, self.denoiser)
         self.limit = None if self.data is None else self.data.miss(shown).number
+        self.fitting = teacher.rows(slice(0, self.fitted_to))
+        # Moments of few samples say little, and restoring them fits little: then all are looked at.
+        self.held = slice(0 if self.far_from_data else self.fitted_to, self.count)
+        self.judging = teacher.rows(self.held)
 
     def __exit__(self, *error: object) -> None:
         self.bar.__exit__(*error)
 
     def _total(self, numbers: list[int]) -> int:
         """About how many evaluations it takes."""
-        held = self.held.stop - self.held.start
-        each = [TRIED * (self.held.start + 2 * held) * nfe + search_cost(nfe) for nfe in numbers]
+        held = self.count - self.fitted_to
+        each = [TRIED * (self.fitted_to + 2 * held) * nfe + search_cost(nfe) for nfe in numbers]
         return (self.intervals + 1) * self.count + sum(each)
 
     @contextmanager
@@ -151,11 +154,11 @@ class Fitter:
     @property
     def far_from_data(self) -> bool:
         """Whether the limit itself is not where the data are."""
-        return self.limit is not None and self.limit.low > MATERIAL
+        return self.limit is not None and self.limit.low > 0 and self.limit.value > MATERIAL
 
     def fit(self, nfe: int) -> FittedSolver:
         """The best of what was tried for a number of evaluations."""
-        with self._rows(slice(0, self.held.start)) as network:
+        with self._rows(slice(0, self.fitted_to)) as network:
             tried = search(network, self.fitting, nfe, self.guidance, TRIED)
             if not tried:
                 raise TrueupError(f"no solver of {nfe} evaluations stays finite on this network")
