@@ -1,4 +1,4 @@
-"""Trajectories inside a diffusers pipeline, through its own callback."""
+"""Fitted solvers inside pipelines of diffusers: guided, corrected, from images, saved and loaded."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import torch
 
 import trueup
 from by_hand import calibration_of
-from trueup.errors import AttachError, MismatchError
+from test_scheduler import random_solver
+from trueup.calibration import Calibration
+from trueup.errors import MismatchError
 from trueup.noise import normal
 from trueup.process import DiscreteVP
 from trueup.sampling.draw import STARTING_NOISE
+from trueup.sampling.network import Network
 
 pytest.importorskip("transformers", reason="diffusers has no text-conditioned pipelines without it")
 STEPS, GUIDANCE = 5, 3.0
 SHAPE = (4, 8, 8)
+NOT_THERE = dict.fromkeys(("safety_checker", "text_encoder", "tokenizer", "feature_extractor"))
 
 
 @pytest.fixture(scope="module")
@@ -81,112 +85,126 @@ def denoiser(parts, embeddings):
 
 
 @pytest.fixture(scope="module")
-def calibration(denoiser, parts):
-    """Of a random network, with the moments of latents that are wide where its samples are not."""
+def calibration(denoiser):
+    """It corrects, and has a solver without guidance and one for it."""
     generator = torch.Generator().manual_seed(2)
-    latents = 0.5 * torch.randn(64, *SHAPE, generator=generator) + torch.randn(
-        64, 4, 1, 1, generator=generator
+    cal = calibration_of(
+        denoiser, torch.randn(64, *SHAPE, generator=generator), shift=0.02, y=torch.tensor([0, 1])
     )
-    cal = calibration_of(denoiser, latents, shift=0.02, y=torch.tensor([0, 1]))
     assert cal.provenance["binding"] is not None  # the network itself can be corrected
-    return trueup.calibrate_sampler(
-        denoiser,
-        cal,
-        solver=parts["scheduler"],
-        nfe=STEPS,
-        labels=[0, 1],
-        guidance=GUIDANCE,
-        trajectories=64,
-        progress=False,
-    )
+    noise = denoiser.process
+    cal.solvers = tuple(random_solver(SHAPE, noise, STEPS, guidance) for guidance in (1.0, GUIDANCE))
+    return cal
 
 
-def arguments(embeddings, count=4, **changes):
-    """What the pipeline is called with for images 0, 1, ... of seed 0, of both prompts in turn."""
-    index = torch.arange(count)
-    start = normal(0, index, STARTING_NOISE, SHAPE, torch.device("cpu"))
+def noise_of(count=4):
+    """Of images 0, 1, ... of seed 0."""
+    return normal(0, torch.arange(count), STARTING_NOISE, SHAPE, torch.device("cpu"))
+
+
+def arguments(embeddings, guidance=GUIDANCE, count=4, **changes):
+    """What the pipeline is called with, of both prompts in turn."""
     return {
-        "prompt_embeds": embeddings[index % 2],
+        "prompt_embeds": embeddings[torch.arange(count) % 2],
         "negative_prompt_embeds": embeddings[2].expand(count, -1, -1),
-        "latents": start,
+        "latents": noise_of(count),
         "num_inference_steps": STEPS,
-        "guidance_scale": GUIDANCE,
+        "guidance_scale": guidance,
         "output_type": "latent",
         **changes,
     }
 
 
-def test_pipeline_makes_what_our_sampler_makes(pipe, denoiser, calibration, embeddings, parts):
-    """One line, and the pipeline's latents are those of `trueup.sample`, trajectory, guidance and all."""
-    assert not calibration.trajectories[0].empty
-    with trueup.attach(pipe, calibration) as calibrated:
-        made = pipe(**arguments(embeddings), callback_on_step_end=calibrated.on_step_end).images
-        plain = pipe(**arguments(embeddings)).images
-    settings = {"solver": parts["scheduler"], "nfe": STEPS, "labels": [0, 1], "guidance": GUIDANCE}
-    ours = trueup.sample(denoiser, 4, calibration=calibration, trajectory=True, **settings)
-    slack = 1e-4 * float(ours.abs().max())
-    assert torch.allclose(made, ours, rtol=0, atol=slack)
-    without = trueup.sample(denoiser, 4, calibration=calibration, trajectory=False, **settings)
-    assert torch.allclose(plain, without, rtol=0, atol=slack)
-    assert not torch.allclose(made, plain, rtol=0, atol=100 * slack)
-    bare = trueup.sample(denoiser, 4, **settings)
-    assert not torch.allclose(plain, bare, rtol=0, atol=10 * slack)
+def by_hand(denoiser, calibration, solver, x, begin=0):
+    """The loop of this project, corrected and guided, from state `begin`."""
+    network, history = Network(denoiser, guidance=solver.guidance, y=torch.arange(len(x)) % 2), []
+    with torch.inference_mode(), trueup.attach(denoiser, calibration):
+        for i in range(begin, solver.nfe):
+            output = network(x, float(solver.t[i]))
+            history = [solver.remembered(i, output, x, denoiser.parametrization), *history][:3]
+            x = solver.step(i, x, history)
+    return x
 
 
-def test_other_guidance_or_steps_are_refused(pipe, calibration, embeddings):
-    with trueup.attach(pipe, calibration) as calibrated:
-        for changes, words in (
-            (
-                {"guidance_scale": 5.0},
-                "no trajectory for DDIMScheduler at 5 evaluations, guidance 5: .*guidance 3",
-            ),
-            ({"guidance_scale": 1.0}, "no trajectory for DDIMScheduler at 5 evaluations: .*guidance 3"),
-            ({"num_inference_steps": 6}, "no trajectory for DDIMScheduler at 6 evaluations"),
-        ):
-            with pytest.raises(MismatchError, match=words):
-                pipe(**arguments(embeddings, **changes), callback_on_step_end=calibrated.on_step_end)
-        pipe(**arguments(embeddings), callback_on_step_end=calibrated.on_step_end)  # and goes on working
+@pytest.mark.parametrize("guidance", [1.0, GUIDANCE])
+def test_the_pipeline_makes_what_our_loop_makes(pipe, denoiser, calibration, embeddings, guidance):
+    pipe.scheduler = calibration.scheduler(STEPS, guidance)
+    plain = pipe(**arguments(embeddings, guidance)).images
+    with trueup.attach(pipe, calibration):
+        made = pipe(**arguments(embeddings, guidance)).images
+    solver = calibration.solver(STEPS, guidance)
+    start = noise_of() * denoiser.process.prior_std  # as init_noise_sigma has it
+    expected = by_hand(denoiser, calibration, solver, start)
+    slack = 1e-4 * float(expected.abs().max())
+    assert torch.allclose(made, expected, rtol=0, atol=slack)
+    assert not torch.allclose(made, plain, rtol=0, atol=slack)
 
 
-def test_image_to_image_is_refused(pipe, calibration, embeddings):
+def test_solvers_for_different_guidance_are_different_schedulers(calibration):
+    with pytest.raises(
+        MismatchError, match=r"no solver for 5 evaluations \(guidance 5\): this calibration has"
+    ):
+        calibration.scheduler(STEPS, 5.0)
+    assert calibration.scheduler(STEPS).solver.guidance == 1.0
+
+
+def test_other_numbers_of_steps_are_refused(pipe, calibration, embeddings):
+    pipe.scheduler = calibration.scheduler(STEPS, GUIDANCE)
+    with pytest.raises(MismatchError, match="fitted for 5 steps, not 6: pass num_inference_steps=5"):
+        pipe(**arguments(embeddings, num_inference_steps=6))
+    pipe(**arguments(embeddings))  # and goes on working
+
+
+def test_other_sizes_are_refused(pipe, calibration, embeddings):
+    pipe.scheduler = calibration.scheduler(STEPS, GUIDANCE)
+    latents = torch.randn(4, 4, 16, 16)
+    with pytest.raises(MismatchError, match=r"fitted for samples of shape \(4, 8, 8\), not \(4, 16, 16\)"):
+        pipe(**arguments(embeddings, latents=latents, height=16, width=16))
+
+
+@pytest.mark.parametrize(("strength", "begin"), [(1.0, 0), (0.8, 1), (0.4, 3)])
+def test_from_an_image_it_starts_in_the_middle(pipe, denoiser, calibration, embeddings, strength, begin):
     other = diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
     other.set_progress_bar_config(disable=True)
+    other.scheduler = calibration.scheduler(STEPS, GUIDANCE)
     given = arguments(embeddings)
-    given["image"] = given.pop("latents")
-    with (
-        trueup.attach(other, calibration) as calibrated,
-        pytest.raises(MismatchError, match="takes 4 of 5 steps, as from an image it was given"),
-    ):
-        other(**given, strength=0.8, callback_on_step_end=calibrated.on_step_end)
+    image = given.pop("latents")
+    with trueup.attach(other, calibration):
+        made = other(
+            **given, image=image, strength=strength, generator=torch.Generator().manual_seed(3)
+        ).images
+    solver = calibration.solver(STEPS, GUIDANCE)
+    noise = torch.randn(image.shape, generator=torch.Generator().manual_seed(3))
+    x = (solver.alpha[begin] * image + solver.sigma[begin] * noise).float()
+    expected = by_hand(denoiser, calibration, solver, x, begin)
+    assert torch.allclose(made, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_timesteps_of_ones_own_are_refused(pipe, calibration, embeddings):
-    from diffusers import DPMSolverMultistepScheduler
-
-    pipe.scheduler = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)
-    with (
-        trueup.attach(pipe, calibration) as calibrated,
-        pytest.raises(MismatchError, match="no trajectory for DPMSolverMultistepScheduler"),
-    ):
-        pipe(**arguments(embeddings), callback_on_step_end=calibrated.on_step_end)
-    trajectory = calibration.trajectories[0]
-    with pytest.raises(MismatchError, match="step 1 begins at t = 700, that of the trajectory at 601"):
-        trajectory.at_step(1, 700.0, torch.zeros(1, *SHAPE))
-    with pytest.raises(MismatchError, match="does not exist"):
-        trajectory.at_step(5, 1.0, torch.zeros(1, *SHAPE))
-    with pytest.raises(MismatchError, match=r"states of shape \(4, 8, 8\), not \(16, 16\)"):
-        trajectory.at_step(0, float(trajectory.states.t[0]), torch.zeros(1, 16, 16))
+def test_states_in_half_precision_stay_so(calibration):
+    """As in a pipeline whose network is half; here that would be too slow."""
+    scheduler = calibration.scheduler(STEPS, GUIDANCE)
+    scheduler.set_timesteps(STEPS)
+    x = noise_of().half()
+    for t in scheduler.timesteps:
+        x = scheduler.step(x.float().tanh().half(), t, x).prev_sample
+    assert x.dtype == torch.float16
+    assert torch.isfinite(x).all()
 
 
-def test_callback_of_a_calibration_that_is_not_on_is_refused(pipe, calibration, embeddings):
-    with (
-        trueup.attach(pipe, calibration) as calibrated,
-        pytest.raises(AttachError, match="needs the latents"),
-    ):
-        pipe(
-            **arguments(embeddings),
-            callback_on_step_end=calibrated.on_step_end,
-            callback_on_step_end_tensor_inputs=["prompt_embeds"],
-        )
-    with pytest.raises(AttachError, match="not attached to the network of this pipeline"):
-        pipe(**arguments(embeddings), callback_on_step_end=calibrated.on_step_end)
+def test_the_pipeline_is_saved_and_loaded_with_it(pipe, calibration, embeddings, tmp_path):
+    pipe.scheduler = calibration.scheduler(STEPS, GUIDANCE)
+    pipe.save_pretrained(tmp_path)
+    loaded = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path, **NOT_THERE)
+    loaded.set_progress_bar_config(disable=True)
+    assert loaded.scheduler.solver.identity == pipe.scheduler.solver.identity
+    made, again = (p(**arguments(embeddings)).images for p in (pipe, loaded))
+    assert torch.equal(made, again)
+
+
+def test_a_calibration_of_solvers_alone_leaves_the_network_as_it_is(pipe, denoiser, embeddings):
+    cal = Calibration.without_data(denoiser, torch.tensor([0]))
+    cal.solvers = (random_solver(SHAPE, denoiser.process, STEPS, GUIDANCE),)
+    pipe.scheduler = cal.scheduler(STEPS, GUIDANCE)
+    plain = pipe(**arguments(embeddings)).images
+    with trueup.attach(pipe, cal):
+        assert torch.equal(pipe(**arguments(embeddings)).images, plain)

@@ -110,14 +110,19 @@ def _config(kind: str, denoiser: Denoiser) -> dict[str, Any]:
         sigma_data = denoiser.parametrization.sigma_data or getattr(process, "sigma_data", 0.5)
         return {"sigma_min": sigma_min, "sigma_max": sigma_max, "sigma_data": sigma_data}
     if isinstance(process, DiscreteVP):
-        alphas_cumprod, more = process.alphas_cumprod, {}
+        betas, more = betas_of(process), {}
     else:  # timesteps that are even in lam, from the first level to the last
         first, last = float(process.lam(process.t_min)), float(process.lam(process.t_max))
         alphas_cumprod = torch.sigmoid(2 * torch.linspace(first, last, _TIMESTEPS, dtype=torch.float64))
-        more = {"timestep_spacing": "trailing"}
-    before = torch.cat([torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]])
-    betas = (1 - alphas_cumprod / before).tolist()
+        betas, more = betas_of(DiscreteVP(alphas_cumprod)), {"timestep_spacing": "trailing"}
     return {"num_train_timesteps": len(betas), "trained_betas": betas, "clip_sample": False, **more}
+
+
+def betas_of(process: DiscreteVP) -> list[float]:
+    """The variances of a chain's steps, as schedulers want them."""
+    alphas_cumprod = process.alphas_cumprod
+    before = torch.cat([torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]])
+    return (1 - alphas_cumprod / before).tolist()
 
 
 def scheduler_process(scheduler: Any) -> tuple[NoiseProcess, Any]:

@@ -16,6 +16,9 @@ from trueup.errors import ModelError
 from trueup.parametrization import Parametrization
 
 _PREDICTIONS = {"epsilon": "noise", "sample": "data", "v_prediction": "velocity", "flow_prediction": "flow"}
+# What diffusers calls a prediction; EDM's are said to be other ones.
+PREDICTION_TYPES = {name: kind for kind, name in _PREDICTIONS.items()}
+PREDICTION_TYPES |= {"edm": "epsilon", "edm_velocity": "v_prediction"}
 _DISTILLED = {
     "CMStochasticIterativeScheduler": "a consistency model",
     "ConsistencyDecoderScheduler": "a consistency model",
@@ -45,12 +48,16 @@ def scheduler_settings(scheduler: Any) -> dict[str, Any]:
     """What tells a scheduler apart from others: its class, and of its config what the class knows."""
     kind = type(scheduler)
     known = inspect.signature(kind).parameters  # from_config keeps what a class does not know, too
-    return {"kind": kind.__name__, **{n: v for n, v in dict(scheduler.config).items() if n in known}}
+    config = dict(scheduler.config).items()
+    return {"kind": kind.__name__, **{n: v for n, v in config if n.removeprefix("_") in known}}
 
 
 def _schedule(name: str, config: Mapping[str, Any]) -> tuple[processes.NoiseProcess, Parametrization]:
     kind = str(config.get("prediction_type", "epsilon"))
     steps = int(config.get("num_train_timesteps", 1000))
+    if name == "FittedScheduler":  # ours, see `trueup.hf.fitted`
+        settings, ours = config.get("_process"), Parametrization(**config["_parametrization"])
+        return (processes.from_settings(settings) if settings else _discrete(config, steps)), ours
     if name.startswith("FlowMatch"):
         if config.get("invert_sigmas"):
             by_hand = 'process.Flow(), "reversed_flow", shape, call=lambda x_t, t: net(x_t, 1 - t)'
@@ -74,13 +81,17 @@ def _schedule(name: str, config: Mapping[str, Any]) -> tuple[processes.NoiseProc
     if config.get("beta_schedule") is None and config.get("trained_betas") is None:
         unknown = "so what noise it puts at which time is not known: pass process= and prediction="
         raise ModelError(f"the config of {name or 'the scheduler'} names no beta_schedule, {unknown}")
-    process = processes.DiscreteVP(_alphas_cumprod(config, steps))
+    process = _discrete(config, steps)
     if config.get("timestep_type") == "continuous" and kind == "v_prediction":
         # Euler's: the network receives ln(sigma)/4, and sigma has a range of its own.
         low = config.get("sigma_min") or (-process.lam(process.t_min)).exp()
         high = config.get("sigma_max") or (-process.lam(process.t_max)).exp()
         return processes.EDM(1.0, float(low), float(high)), Parametrization("velocity")
     return process, Parametrization(_PREDICTIONS[kind])
+
+
+def _discrete(config: Mapping[str, Any], steps: int) -> processes.DiscreteVP:
+    return processes.DiscreteVP(_alphas_cumprod(config, steps))
 
 
 def _alphas_cumprod(config: Mapping[str, Any], steps: int) -> torch.Tensor:

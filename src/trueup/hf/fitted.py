@@ -1,0 +1,229 @@
+"""A solver fitted to a model as a scheduler of diffusers: `pipe.scheduler = cal.scheduler(nfe=8)`.
+
+Pipelines save and load it like any other: everything it needs is in its config, tensors as text. This module
+loads diffusers, so that nothing imports it until a scheduler is asked for.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import torch
+from diffusers import SchedulerMixin  # loading a pipeline, diffusers looks for this name in this module
+from diffusers.configuration_utils import ConfigMixin
+from diffusers.schedulers.scheduling_utils import SchedulerOutput
+from safetensors import SafetensorError
+from safetensors.torch import load as from_bytes
+from safetensors.torch import save as to_bytes
+from torch import Tensor
+
+from trueup import fitted
+from trueup.errors import Argument, ArtifactError, MismatchError, TrueupError
+from trueup.files import line, unpacked
+from trueup.fitted import MEMORY, FittedSolver
+from trueup.hf.schedulers import betas_of
+from trueup.hf.schedules import PREDICTION_TYPES, schedule
+from trueup.parametrization import Parametrization
+from trueup.process import DiscreteVP, NoiseProcess
+from trueup.stored import sample_shape
+
+_NEAR = 5e-3  # a time in half precision, relative
+# In a config their names begin with _: other schedulers that are made of it, as is usual, neither take what
+# is private nor print it in a warning.
+_OWN = ("process", "parametrization", "solver", "tensors")
+
+
+class FittedScheduler(SchedulerMixin, ConfigMixin):
+    """The steps of a `trueup.fitted.FittedSolver`, for pipelines; made by `Calibration.scheduler`.
+
+    States are x_t as the network sees it, so nothing is scaled, and the last one is the sample. The pipeline
+    takes as many steps as it was fitted for, with that guidance. From an image (strength below 1) it starts
+    in the middle: the first steps, before which too little is remembered, are then those of DDIM.
+    """
+
+    order = 1
+    _compatibles: list[str] = []  # noqa: RUF012 (diffusers' name)
+
+    def __init__(
+        self,
+        num_train_timesteps: int = 1000,
+        prediction_type: str = "epsilon",
+        trained_betas: list[float] | None = None,
+        clip_sample: bool = False,
+        fitted: str = "",
+        *,
+        process: dict[str, Any] | None = None,
+        parametrization: dict[str, Any] | None = None,
+        solver: dict[str, Any] | None = None,
+        tensors: str = "",
+    ):
+        """From a config: trained_betas or process is the noise, solver and tensors are what steps it."""
+        if not isinstance(solver, dict) or not isinstance(parametrization, dict):
+            raise TrueupError("a FittedScheduler is made by Calibration.scheduler(nfe), or loaded")
+        own = {"process": process, "parametrization": parametrization, "solver": solver, "tensors": tensors}
+        self.register_to_config(
+            num_train_timesteps=num_train_timesteps,
+            prediction_type=prediction_type,
+            trained_betas=trained_betas,
+            clip_sample=clip_sample,
+            fitted=fitted,
+            **{f"_{name}": own[name] for name in _OWN},
+        )
+        self.process, self.parametrization = schedule({**self.config, "_class_name": type(self).__name__})
+        self.solver = unpacked(_unpack, solver, _decoded(tensors), "this scheduler")
+        self.init_noise_sigma = self.process.prior_std
+        self.num_inference_steps: int | None = None
+        self._start_again(None)
+
+    @classmethod
+    def of(
+        cls, solver: FittedSolver, process: NoiseProcess, parametrization: Parametrization
+    ) -> FittedScheduler:
+        """The scheduler that steps as a solver does."""
+        meta, tensors = fitted.pack(solver, "solver")
+        meta = json.loads(json.dumps({**meta, "shape": solver.shape}, default=lambda v: v.tolist()))
+        betas = betas_of(process) if isinstance(process, DiscreteVP) else None
+        settings = process.settings()
+        return cls(
+            num_train_timesteps=int(settings.get("time_scale", 1000)) if betas is None else len(betas),
+            prediction_type=PREDICTION_TYPES.get(parametrization.name, parametrization.name),
+            trained_betas=betas,
+            fitted=solver.identity,
+            process=settings if betas is None else None,
+            parametrization=parametrization.settings(),
+            solver=meta,
+            tensors=_encoded(tensors),
+        )
+
+    @classmethod
+    def from_config(cls, config: Any = None, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """As diffusers' schedulers have it."""
+        if isinstance(config, dict):
+            kwargs = {**{name: config.get(f"_{name}") for name in _OWN}, **kwargs}
+        return super().from_config(config, return_unused_kwargs, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<FittedScheduler: {self.solver.summary()}>"
+
+    def __len__(self) -> int:
+        return int(self.config["num_train_timesteps"])
+
+    @property
+    def step_index(self) -> int | None:
+        """Which step comes next; None before the first."""
+        return self._step_index
+
+    @property
+    def begin_index(self) -> int | None:
+        """With which step a pipeline said that it begins."""
+        return self._begin_index
+
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: torch.device | str | None = None,
+        sigmas: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Start again. Levels are its own: of sigmas, which some pipelines pass, only the number counts."""
+        steps = len(sigmas) if num_inference_steps is None and sigmas is not None else num_inference_steps
+        if steps is not None and steps != self.solver.nfe:
+            problem = f"this scheduler was fitted for {self.solver.nfe} steps, not {steps}"
+            advice = "pass {}, or fit one for so many (trueup.fit_solver)"
+            raise MismatchError(problem, advice, Argument("num_inference_steps", self.solver.nfe))
+        self.num_inference_steps = self.solver.nfe
+        self._start_again(device)
+
+    def _start_again(self, device: torch.device | str | None) -> None:
+        whole = self.process.integer_times and bool((self.solver.t == self.solver.t.round()).all())
+        self.timesteps = self.solver.t.to(torch.int64 if whole else torch.float32).to(device)
+        self._history: list[Tensor] = []
+        self._step_index: int | None = None
+        self._begin_index: int | None = None
+
+    def set_begin_index(self, begin_index: int = 0) -> None:
+        """Begin with another step than the first, as from an image."""
+        self._begin_index = begin_index
+
+    def scale_model_input(self, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The same: states are what the network sees."""
+        return sample
+
+    def index_for_timestep(self, timestep: Any, schedule_timesteps: Any = None) -> int:
+        """Which step begins at a timestep."""
+        value, t = float(timestep), self.solver.t
+        index = int((t - value).abs().argmin())
+        if not abs(float(t[index]) - value) <= max(_NEAR * abs(value), 1e-6):
+            there = ", ".join(f"{float(time):g}" for time in t)
+            raise MismatchError(f"this scheduler has no step at t = {value:g}: its timesteps are {there}")
+        return index
+
+    def step(
+        self,
+        model_output: Tensor,
+        timestep: Any,
+        sample: Tensor,
+        return_dict: bool = True,
+        generator: Any = None,
+        **kwargs: Any,
+    ) -> SchedulerOutput | tuple[Tensor]:
+        """The next state from what the network said of this one; nothing is random."""
+        solver, channels = self.solver, self.solver.shape[0]
+        found = tuple(sample.shape[1:]), tuple(model_output.shape[2:])
+        if found != (solver.shape, solver.shape[1:]) or model_output.shape[1] not in (channels, 2 * channels):
+            shapes = f"{found[0]} and outputs of shape {tuple(model_output.shape[1:])}"
+            raise MismatchError(
+                f"this scheduler was fitted for samples of shape {solver.shape}, not {shapes}"
+            )
+        if self._step_index is None:
+            begin = self._begin_index
+            self._step_index = self.index_for_timestep(timestep) if begin is None else begin
+        i = self._step_index
+        if not 0 <= i < solver.nfe:
+            raise TrueupError(f"all {solver.nfe} steps are done: call set_timesteps before starting again")
+        dtype = _wide(sample)
+        with torch.autocast(sample.device.type, enabled=False):
+            x, output = sample.to(dtype), model_output[:, :channels].to(dtype)  # the rest is a variance
+            self._history.insert(0, solver.remembered(i, output, x, self.parametrization))
+            del self._history[MEMORY:]
+            made = solver.step(i, x, self._history).to(sample.dtype)
+        self._step_index = i + 1
+        return SchedulerOutput(prev_sample=made) if return_dict else (made,)
+
+    def add_noise(self, original_samples: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """x_t of samples and noise, a time per row; at its own timesteps of the levels that it steps from."""
+        t = torch.as_tensor(timesteps).detach().cpu().double().reshape(-1)
+        gap, near = (t[:, None] - self.solver.t).abs().min(1)
+        own = gap <= 1e-6 * t.abs().clamp_min(1e-3)
+        wide = (-1, *[1] * (original_samples.ndim - 1))
+        alpha = torch.where(own, self.solver.alpha[near], self.process.alpha(t)).reshape(wide)
+        sigma = torch.where(own, self.solver.sigma[near], self.process.sigma(t)).reshape(wide)
+        wide_samples = original_samples.to(_wide(original_samples))
+        made = alpha.to(wide_samples) * wide_samples + sigma.to(wide_samples) * noise
+        return made.to(original_samples.dtype)
+
+    def scale_noise(self, sample: Tensor, timestep: Tensor, noise: Tensor) -> Tensor:
+        """`add_noise`, as pipelines of flows call it."""
+        return self.add_noise(sample, noise, timestep)
+
+
+def _wide(sample: Tensor) -> torch.dtype:
+    return torch.float64 if sample.dtype == torch.float64 else torch.float32
+
+
+def _unpack(meta: dict[str, Any], tensors: dict[str, Tensor]) -> FittedSolver:
+    return fitted.unpack(meta, tensors, "solver", sample_shape({"shape": list(meta.get("shape", ()))}))
+
+
+def _encoded(tensors: dict[str, Tensor]) -> str:
+    held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    return base64.b64encode(to_bytes(held)).decode("ascii")
+
+
+def _decoded(text: str) -> dict[str, Tensor]:
+    try:
+        return from_bytes(base64.b64decode(text, validate=True))
+    except (SafetensorError, TypeError, ValueError) as error:
+        raise ArtifactError(f"the tensors of this scheduler cannot be read: {line(error)}") from None

@@ -1,0 +1,375 @@
+"""A fitted solver as a scheduler of diffusers: the same steps, in pipelines that know nothing of us."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from dataclasses import replace
+
+import diffusers
+import pytest
+import torch
+
+import trueup
+from trueup.calibration import Calibration
+from trueup.errors import ArtifactError, MismatchError, TrueupError
+from trueup.hf import as_denoiser, schedule
+from trueup.hf.fitted import FittedScheduler
+from trueup.parametrization import Parametrization
+from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow
+from trueup.sampling.rules import RULES
+from trueup.sampling.steps import Levels
+
+from calibrations import fitted_solver
+from tiny import tiny_unet
+
+SHAPE = (1, 8, 8)
+VP = DiscreteVP.linear()
+NOISE = Parametrization("noise")
+
+
+def random_solver(shape=SHAPE, noise=VP, nfe=5, guidance=1.0, **changes):
+    """Near a rule, with tables and maps small enough to stay finite."""
+    kept = torch.ones(20, dtype=torch.float64)[: trueup.bands.Bands(shape[1:]).count]
+    how = {"nfe": nfe, "guidance": guidance}
+    made = fitted_solver(shape, noise, kept, torch.Generator().manual_seed(0), **how, **changes)
+    scale = {"weights": 0.3, "tables": 0.1, "offset": 0.1}
+    return replace(
+        made, **{name: by * getattr(made, name) for name, by in scale.items() if name not in changes}
+    )
+
+
+def start(count=2, shape=SHAPE, seed=0):
+    return torch.randn(count, *shape, generator=torch.Generator().manual_seed(seed))
+
+
+def by_hand(solver, network, x, parametrization=NOISE):
+    """The loop of this project: ask, remember, step."""
+    history = []
+    with torch.no_grad():
+        for i, t in enumerate(solver.t.tolist()):
+            history = [solver.remembered(i, network(x, t), x, parametrization), *history][:3]
+            x = solver.step(i, x, history)
+    return x
+
+
+def loop(scheduler, network, x, steps=None, **given):
+    """The loop of diffusers' pipelines."""
+    scheduler.set_timesteps(steps or scheduler.solver.nfe, device=x.device)
+    with torch.no_grad():
+        for t in scheduler.timesteps:
+            x = scheduler.step(network(scheduler.scale_model_input(x, t), t), t, x, **given).prev_sample
+    return x
+
+
+@pytest.fixture(scope="module")
+def unet():
+    return tiny_unet()
+
+
+@pytest.fixture
+def scheduler():
+    return FittedScheduler.of(random_solver(), VP, NOISE)
+
+
+# The same steps
+
+
+@pytest.mark.parametrize(
+    ("noise", "kind"),
+    [
+        (VP, "noise"),
+        (VP, "velocity"),
+        (DiscreteVP.cosine(), "data"),
+        (ContinuousVP(), "score"),
+        (Flow(1000.0), "flow"),
+        (EDM(), "edm"),
+        (VE(), "noise"),
+    ],
+    ids=lambda v: getattr(v, "kind", v),
+)
+def test_it_steps_as_the_solver_does(noise, kind):
+    """Whatever the noise and the prediction: state for state, from what is in its config."""
+    parametrization = Parametrization(kind, 0.5 if kind == "edm" else None)
+    solver = random_solver(noise=noise)
+    made = FittedScheduler.of(solver, noise, parametrization)
+    assert made.init_noise_sigma == pytest.approx(noise.prior_std)
+    assert made.process.agrees_with(noise)
+    assert made.parametrization == parametrization
+    x = start().double() * noise.prior_std
+
+    def network(x, t):
+        return torch.tanh(x) + 0.01 * float(t)
+
+    loaded = FittedScheduler.from_config(json.loads(json.dumps(dict(made.config))))
+    expected = by_hand(loaded.solver, network, x, parametrization)
+    told = made.timesteps.double() - solver.t  # rounded to float32
+    assert torch.allclose(told, torch.zeros_like(told), atol=1e-4)
+    for one in (made, loaded):
+        assert torch.allclose(
+            loop(one, network, x), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max())
+        )
+    size = float(expected.abs().max())
+    original = by_hand(solver, network, x, parametrization)
+    assert torch.allclose(original, expected, rtol=0, atol=1e-5 * size)  # tables are kept as float32
+
+
+def ddim_on(times, noise=VP, shape=SHAPE):
+    """DDIM's rule on given timesteps, nothing fitted."""
+    levels = Levels.at(noise, torch.as_tensor(times, dtype=torch.float64))
+    end = torch.ones(1, dtype=torch.float64)
+    how = {"t": levels.t, "history": "eps", "weights": RULES[0].weights(levels)}
+    how |= {"alpha": torch.cat([levels.log_alpha.exp(), end]), "sigma": torch.cat([levels.sigma, 0 * end])}
+    solver = random_solver(shape, noise, len(levels.t), **how)
+    return replace(solver, tables=0 * solver.tables, offset=0 * solver.offset)
+
+
+@pytest.mark.parametrize("kind", ["epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize("spacing", ["leading", "trailing"])
+def test_ddim_of_ours_is_ddim_of_theirs(unet, kind, spacing):
+    """No tables, its own timesteps, and a last step to alpha 1: an oracle that knows nothing of us."""
+    theirs = diffusers.DDIMScheduler(
+        clip_sample=False, set_alpha_to_one=True, prediction_type=kind, timestep_spacing=spacing
+    )
+    theirs.set_timesteps(10)
+    noise, parametrization = schedule(dict(theirs.config) | {"_class_name": "DDIMScheduler"})
+    ours = FittedScheduler.of(ddim_on(theirs.timesteps, noise), noise, parametrization)
+    assert torch.equal(ours.timesteps, theirs.timesteps)
+    assert ours.timesteps.dtype == theirs.timesteps.dtype
+    x = y = start()
+    ours.set_timesteps(10)
+    with torch.no_grad():
+        for t in theirs.timesteps:
+            x, y = (s.step(unet(v, t).sample, t, v).prev_sample for s, v in ((ours, x), (theirs, y)))
+            # Their levels are float32, products of up to a thousand factors.
+            assert torch.allclose(x, y, rtol=0, atol=2e-4 * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["DDPMPipeline", "DDIMPipeline"])
+def test_a_pipeline_makes_what_the_loop_makes(unet, kind):
+    solver = random_solver()
+    cal = Calibration.without_data(trueup.Denoiser(unet, VP, "noise", SHAPE))
+    cal.solvers = (solver,)
+    pipe = getattr(diffusers, kind)(unet, diffusers.DDPMScheduler())
+    pipe.set_progress_bar_config(disable=True)
+    pipe.scheduler = cal.scheduler(nfe=5)
+    with trueup.attach(pipe, cal):  # knows the process and the prediction of its own scheduler
+        made = pipe(2, torch.Generator().manual_seed(0), num_inference_steps=5, output_type="np").images
+    expected = by_hand(solver, lambda x, t: unet(x, torch.tensor(t)).sample, start())
+    expected = (expected / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)
+    assert torch.allclose(torch.as_tensor(made), expected, atol=1e-5)
+
+
+def test_our_own_loop_takes_it_too(unet, scheduler):
+    denoiser = trueup.Denoiser(unet, VP, "noise", SHAPE)
+    x = trueup.sample(denoiser, 2, solver=scheduler, nfe=5)
+    assert scheduler.solver.identity in repr(
+        trueup.sampling.as_solver(scheduler, denoiser)
+    )  # what samples are of
+    noise = trueup.noise.normal(
+        0, torch.arange(2), trueup.sampling.draw.STARTING_NOISE, SHAPE, torch.device("cpu")
+    )
+    expected = by_hand(scheduler.solver, lambda x, t: denoiser.predict(x, t), noise * VP.prior_std)
+    assert torch.allclose(x, expected, atol=1e-5)
+
+
+# What pipelines ask of it
+
+
+def test_other_numbers_of_steps_are_refused_by_the_one_it_has(scheduler):
+    for given in ({"num_inference_steps": 20}, {"sigmas": [1.0, 0.5]}):
+        with pytest.raises(MismatchError, match=r"fitted for 5 steps, not .*: pass num_inference_steps=5"):
+            scheduler.set_timesteps(**given)
+    scheduler.set_timesteps(device="cpu", mu=1.0)
+    scheduler.set_timesteps(sigmas=[0.0] * 5)
+    assert scheduler.num_inference_steps == len(scheduler.timesteps) == 5
+
+
+def test_starting_again_forgets(scheduler, unet):
+    x = start()
+    first = loop(scheduler, lambda x, t: unet(x, t).sample, x)
+    assert torch.equal(loop(scheduler, lambda x, t: unet(x, t).sample, x), first)
+    with pytest.raises(TrueupError, match="all 5 steps are done: call set_timesteps"):
+        scheduler.step(x, 0, x)
+    scheduler.set_timesteps(5)
+    assert (scheduler.step_index, scheduler.begin_index) == (None, None)
+
+
+def test_what_is_not_asked_for_does_not_matter(scheduler, unet):
+    def network(x, t):
+        return unet(x, t).sample
+
+    x = start()
+    given = {"eta": 0.7, "use_clipped_model_output": True, "generator": torch.Generator()}
+    assert torch.equal(loop(scheduler, network, x, **given), loop(scheduler, network, x))
+    scheduler.set_timesteps(5)
+    (one,) = scheduler.step(x, scheduler.timesteps[0], x, return_dict=False)
+    assert {"generator", "return_dict"} <= inspect.signature(scheduler.step).parameters.keys()
+    assert one.shape == x.shape
+    assert len(scheduler) == scheduler.config.num_train_timesteps == 1000
+    assert scheduler.scale_model_input(x, 3) is x
+    assert len(repr(scheduler)) < 200
+
+
+def test_learned_variances_are_left_out(scheduler):
+    x = start()
+    plain = loop(scheduler, lambda x, t: x.tanh(), x)
+    assert torch.equal(loop(scheduler, lambda x, t: torch.cat([x.tanh(), x.exp()], 1), x), plain)
+
+
+def test_samples_of_another_shape_are_refused(scheduler):
+    for sample, output in ((start(shape=(1, 16, 16)),) * 2, (start(), start(shape=(3, 8, 8)))):
+        scheduler.set_timesteps(5)
+        with pytest.raises(MismatchError, match=r"fitted for samples of shape \(1, 8, 8\), not"):
+            scheduler.step(output, scheduler.timesteps[0], sample)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_precisions_come_back_as_they_came(scheduler, dtype):
+    """Steps are in float32 or finer, whatever the network's are."""
+    x = start()
+    expected = loop(scheduler, lambda x, t: x.tanh(), x)
+    made = loop(scheduler, lambda x, t: x.float().tanh().to(dtype), x.to(dtype))
+    assert made.dtype == dtype
+    slack = {torch.float16: 5e-3, torch.bfloat16: 5e-2, torch.float64: 1e-5}[dtype]
+    assert torch.allclose(made.float(), expected, rtol=0, atol=slack * float(expected.abs().max()))
+    noised = scheduler.add_noise(x.to(dtype), x.to(dtype), scheduler.timesteps[[1, 2]])
+    assert noised.dtype == dtype
+
+
+def test_timesteps_are_whole_where_networks_count_in_whole_ones():
+    assert FittedScheduler.of(random_solver(), VP, NOISE).timesteps.dtype == torch.int64
+    between = random_solver(t=torch.tensor([999.0, 700.5, 300.0, 20.0, 1.0], dtype=torch.float64))
+    assert FittedScheduler.of(between, VP, NOISE).timesteps.dtype == torch.float32
+    flow = FittedScheduler.of(random_solver(noise=Flow()), Flow(), Parametrization("flow"))
+    assert flow.timesteps.dtype == torch.float32
+
+
+# From an image
+
+
+@pytest.mark.parametrize("begin", range(5))
+def test_a_start_in_the_middle_goes_on_with_what_there_is(scheduler, begin):
+    """Of data that are a point every network knows everything, and every first-order step is exact."""
+    solver = replace(scheduler.solver, weights=ddim_on(scheduler.timesteps).weights, history="eps")
+    solver = replace(solver, tables=0 * solver.tables, offset=0 * solver.offset)
+    solver.weights[3, 2:] = torch.tensor([0.3, -0.3])  # a step that needs three
+    made = FittedScheduler.of(solver, VP, NOISE)
+    x0, eps = start().double(), start(seed=1).double()
+    made.set_timesteps(5)
+    made.set_begin_index(begin)
+    timesteps = made.timesteps[begin:]
+    x = made.add_noise(x0, eps, timesteps[:1].repeat(2))
+    assert torch.allclose(x, solver.alpha[begin] * x0 + solver.sigma[begin] * eps, atol=1e-12)
+    for t in timesteps:
+        x = made.step(eps, t, x).prev_sample
+    assert made.step_index == 5
+    assert torch.allclose(x, x0, atol=1e-6)
+
+
+def test_the_first_step_says_where_it_begins(scheduler):
+    x = start()
+    for begin in range(5):
+        scheduler.set_timesteps(5)
+        scheduler.step(x, scheduler.timesteps[begin], x)
+        assert scheduler.step_index == begin + 1
+        assert scheduler.index_for_timestep(float(scheduler.timesteps[begin].bfloat16())) == begin
+    scheduler.set_timesteps(5)
+    with pytest.raises(MismatchError, match="no step at t = 500: its timesteps are 999, 824"):
+        scheduler.step(x, 500, x)
+
+
+def test_noise_is_that_of_the_process_between_its_timesteps(scheduler):
+    x0, eps, t = start(), start(seed=1), torch.tensor([3, 555])
+    assert torch.allclose(scheduler.add_noise(x0, eps, t), VP.noised(x0, eps, t), atol=1e-6)
+    assert torch.equal(scheduler.scale_noise(x0, t, eps), scheduler.add_noise(x0, eps, t))
+    theirs = diffusers.DDPMScheduler()
+    assert torch.allclose(scheduler.add_noise(x0, eps, t), theirs.add_noise(x0, eps, t), atol=1e-5)
+
+
+# Kept
+
+
+def test_it_is_saved_and_loaded_by_itself(scheduler, tmp_path):
+    scheduler.save_pretrained(tmp_path)
+    loaded = FittedScheduler.from_pretrained(tmp_path)
+    assert loaded.solver.identity == scheduler.solver.identity
+    assert loaded.solver.summary() == scheduler.solver.summary()
+    x = start()
+    assert torch.equal(*(loop(s, lambda x, t: x.tanh(), x) for s in (scheduler, loaded)))
+    again = FittedScheduler.from_config(loaded.config)
+    assert again.solver.identity == scheduler.solver.identity
+    assert copy.deepcopy(loaded).solver.identity == scheduler.solver.identity
+
+
+def test_a_pipeline_is_saved_and_loaded_with_it(unet, scheduler, tmp_path):
+    pipe = diffusers.DDPMPipeline(unet, scheduler)
+    pipe.save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    assert index["scheduler"] == ["trueup.hf.fitted", "FittedScheduler"]
+    loaded = diffusers.DDPMPipeline.from_pretrained(tmp_path)
+    loaded.set_progress_bar_config(disable=True)
+    pipe.set_progress_bar_config(disable=True)
+    assert loaded.scheduler.solver.identity == scheduler.solver.identity
+    how = {"num_inference_steps": 5, "output_type": "np"}
+    one, other = (p(1, torch.Generator().manual_seed(0), **how).images for p in (pipe, loaded))
+    assert (one == other).all()
+    # What we read of a model that was saved with it.
+    for model in (tmp_path, loaded):
+        denoiser = as_denoiser(model)
+        assert denoiser.process.agrees_with(VP)
+        assert denoiser.parametrization == NOISE
+
+
+def test_other_schedulers_are_made_of_its_config(scheduler, caplog):
+    """The usual way to change back."""
+    for kind in ("DDIMScheduler", "DPMSolverMultistepScheduler", "EulerDiscreteScheduler"):
+        other = getattr(diffusers, kind).from_config(scheduler.config)
+        noise, parametrization = schedule({**other.config, "_class_name": kind})
+        assert noise.agrees_with(VP)
+        assert parametrization == NOISE
+    ddim = diffusers.DDIMScheduler.from_config(scheduler.config)
+    assert not ddim.config.clip_sample
+    back = FittedScheduler.from_config(ddim.config)
+    assert back.solver.identity == scheduler.solver.identity
+    assert all(len(record.getMessage()) < 300 for record in caplog.records)  # no tensors in warnings
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"_solver": None}, "made by Calibration.scheduler"),
+        ({"_parametrization": None}, "made by Calibration.scheduler"),
+        ({"_tensors": ""}, "tensors of this scheduler cannot be read"),
+        ({"_tensors": "not base64!"}, "tensors of this scheduler cannot be read"),
+        ({"_tensors": "AAAA"}, "tensors of this scheduler cannot be read"),
+        ({"_tensors": 3}, "tensors of this scheduler cannot be read"),
+        ({"_solver.nfe": 3}, "this scheduler: solver.t is torch.float64"),
+        ({"_solver.shape": [1, 2**19, 2**19]}, "this scheduler: solver has 5 steps of 1 x 274877906944"),
+        ({"_solver.shape": 3}, "this scheduler"),
+        ({"_solver.guidance": 3.0}, "this scheduler: solver is not the one that was saved"),
+        ({"_solver.history": "score"}, "remembers eps or x0"),
+        ({"_parametrization": {"name": "dreams"}}, "unknown prediction"),
+        ({"trained_betas": [2.0, 0.1]}, "must fall"),
+    ],
+)
+def test_a_config_that_was_changed_is_refused_in_a_line(scheduler, change, words):
+    config = json.loads(json.dumps(dict(scheduler.config)))
+    for name, value in change.items():
+        place, _, key = name.rpartition(".")
+        (config[place] if place else config)[key] = value
+    with pytest.raises(TrueupError, match=words) as caught:
+        FittedScheduler.from_config(config)
+    assert "\n" not in str(caught.value)
+    if "_tensors" in change:
+        assert isinstance(caught.value, ArtifactError)
+
+
+def test_a_flow_keeps_its_own_process(tmp_path):
+    flow = FittedScheduler.of(random_solver(noise=Flow(1000.0)), Flow(1000.0), Parametrization("flow"))
+    flow.save_pretrained(tmp_path)
+    loaded = FittedScheduler.from_pretrained(tmp_path)
+    assert loaded.process.agrees_with(Flow(1000.0))
+    assert loaded.config.prediction_type == "flow_prediction"
+    assert loaded.config.num_train_timesteps == 1000
