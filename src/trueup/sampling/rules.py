@@ -136,7 +136,7 @@ class Grid:
         else:
             named = "even in log-SNR" if math.isinf(self.spacing) else f"Karras {self.spacing:g}"
         left = math.exp(self.rise)
-        return f"{named}, {left:.2g} times the least noise at the end" if left > 1.05 else named
+        return f"{named}, {left:.3g} times the least noise at the end" if left > 1.05 else named
 
     def times(self, process: NoiseProcess, steps: int) -> Tensor:
         """The times of `steps` evaluations, (N,)."""
