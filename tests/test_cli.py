@@ -80,7 +80,7 @@ def test_quiet_prints_the_verdict_and_nothing_else(model, images, tmp_path):
 
 def test_check_writes_nothing_and_fails_above(tmp_path):
     before = sorted(tmp_path.iterdir())
-    base = ("check", "bundled:raw", "--data", "bundled:images", "--images", 20, "--quiet")
+    base = ("check", "bundled:raw", "--data", "bundled:images", "--images", 20, "--quiet", "--no-samples")
     passed = trueup_command(*base, "--fail-above", 100, cwd=tmp_path)
     assert passed.returncode == 0, passed.stderr
     assert "miscalibrated" in passed.stdout
@@ -91,7 +91,7 @@ def test_check_writes_nothing_and_fails_above(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", ["", "calibrate", "check", "sample", "evaluate", "likelihood", "inspect", "demo"]
+    "command", ["", "calibrate", "check", "samplers", "sample", "evaluate", "likelihood", "inspect", "demo"]
 )
 def test_help_opens_with_two_examples_the_parser_takes(command):
     done = trueup_command(*command.split(), "--help")
@@ -438,7 +438,7 @@ assert "diffusers" not in sys.modules
 def test_a_misused_model_is_refused_with_the_options_that_mend_it(tmp_path):
     images = np.load(bundled("bundled:images"))[:32]
     np.save(tmp_path / "x.npy", 0.5 + images.astype(np.float32) / 510)  # in 0..1, if squeezed
-    base = ("calibrate", "bundled:ema", "-o", tmp_path / "x", "--quiet", "--images", 32)
+    base = ("calibrate", "bundled:ema", "-o", tmp_path / "x", "--quiet", "--images", 32, "--no-samples")
     refused(trueup_command(*base, "--data", "bundled:images", "--prediction", "data"), "--prediction noise")
     refused(
         trueup_command(*base, "--data", "bundled:images", "--model-range", "0,1"),
@@ -446,7 +446,7 @@ def test_a_misused_model_is_refused_with_the_options_that_mend_it(tmp_path):
         "--trust",
     )
     assert not (tmp_path / "x").exists()
-    check = ("check", "bundled:ema", "--data", "bundled:images", "--images", 32, "--quiet")
+    check = ("check", "bundled:ema", "--data", "bundled:images", "--images", 32, "--quiet", "--no-samples")
     done = trueup_command(*check, "--prediction", "data")
     assert done.returncode == 2
     assert done.stdout.startswith("verdict: ")

@@ -137,11 +137,16 @@ class FittedSolver:
         """What it is for and what fitting did, in a line."""
         text = f"solver for {self.purpose}: {self.provenance.get('base', 'a rule')}"
         text += ", as it is" if self.empty else ", fitted"
-        before, after = (self.evidence.get(name, math.nan) for name in ("error_base", "error"))
+        text += self._told("whitened error to the limit", "error")
+        text += self._told("miss of the data's bands", "miss", " nats a coefficient")
+        limit = self.evidence.get("limit_miss", math.nan)
+        return text if math.isnan(limit) else f"{text} (of the limit {limit:.2g})"
+
+    def _told(self, what: str, name: str, unit: str = "") -> str:
+        before, after = (self.evidence.get(key, math.nan) for key in (f"{name}_base", name))
         if math.isnan(after):
-            return text
-        change = f"{after:.2g}" if math.isnan(before) else f"{before:.2g} -> {after:.2g}"
-        return f"{text}; whitened error to the limit {change}"
+            return ""
+        return f"; {what} " + ("" if math.isnan(before) else f"{before:.2g} -> ") + f"{after:.2g}{unit}"
 
     def remembered(self, i: int, output: Tensor, x: Tensor, parametrization: Parametrization) -> Tensor:
         """What the network said at level i, as eps or x0."""

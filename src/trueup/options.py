@@ -65,11 +65,11 @@ Images that made the calibration are passed over. With -o, interrupted work goes
 --dsm).
 """
 _SAMPLERS = """examples:
-  trueup samplers my-model/ --nfe 5,8,10,20
-  trueup samplers my-model/ --calibration my-model.trueup.safetensors --nfe 8 --figure samplers.png
+  trueup samplers bundled:ema --nfe 5,8,10,20
+  trueup samplers bundled:raw --calibration raw.trueup.safetensors --nfe 8 --figure samplers.png
 
-How far samples of the usual samplers, on the usual schedules, end from the model's own many-step limit, from
-the same noise. No data are needed. A calibration's fitted solvers are among them.
+Says how far samples of the usual samplers, on the usual schedules, end from the model's own many-step limit,
+from the same noise. No data are needed. A calibration's fitted solvers are among them.
 """
 _INSPECT = """examples:
   trueup inspect raw.trueup.safetensors

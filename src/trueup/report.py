@@ -77,12 +77,14 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         },
         "levels": levels,
         "process": calibration.process.kind,
+        "samples": None if calibration.samples is None else calibration.samples.as_json(),
         "solvers": [
             {
                 **{
                     name: getattr(solver, name)
                     for name in ("nfe", "guidance", "gains", "empty", "provenance")
                 },
+                "base": solver.provenance.get("base"),
                 "t": solver.t.tolist(),
                 "evidence": {key: Number(value).as_json()["value"] for key, value in solver.evidence.items()},
             }

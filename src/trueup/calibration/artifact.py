@@ -13,7 +13,7 @@ from torch import Tensor
 from trueup import __version__, fitted, stored
 from trueup.bands import Bands
 from trueup.calibration.correction import CHANGED, GAINS, Correction, Innovation
-from trueup.calibration.evidence import Evidence
+from trueup.calibration.evidence import Evidence, SampleEvidence
 from trueup.denoiser import Binding
 from trueup.errors import ArtifactError
 from trueup.parametrization import Parametrization
@@ -235,6 +235,7 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
         low, high = numbers(given["data_range"], "data_range", -1e9, 1e9, least=2, most=2)
         if not low < high:
             raise ArtifactError("data_range makes no sense")
+    SampleEvidence.of(given)
     if "binding" in given:
         _check_binding(part(given, "binding", dict))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from trueup.bands import Bands
 from trueup.calibration.artifact import KIND, identity_of, pack_calibration, unpack_calibration
 from trueup.calibration.correction import Correction, check_gains
-from trueup.calibration.evidence import Evidence
+from trueup.calibration.evidence import Evidence, SampleEvidence, of_samples
 from trueup.denoiser import Denoiser
 from trueup.denoiser.network import same_weights
 from trueup.errors import MismatchError
@@ -168,6 +168,11 @@ class Calibration:
         """Whether there is nothing to correct."""
         return self.correction.empty
 
+    @property
+    def samples(self) -> SampleEvidence | None:
+        """What samples near the limit said of it, where some were drawn."""
+        return SampleEvidence.of(self.provenance)
+
     def fits(self, weights: dict[str, str]) -> bool:
         """Whether it was made for a network with these weights (see `trueup.denoiser.fingerprint`)."""
         ours = self.provenance.get("weights") or {}
@@ -213,7 +218,7 @@ class Calibration:
         return Number.of(share, math.hypot(e.bound_gain.error / loss, share * relative), e.folds)
 
     def verdict(self) -> str:
-        """What to make of it, in one or two sentences."""
+        """What to make of it, in a few sentences: of the network, and of its samples."""
         e, bits = self.evidence, self.uncalibration
         if not self.measured:
             count = _count(len(self.solvers), "solver")
@@ -241,16 +246,17 @@ class Calibration:
         gain = f"{bits.value:.2g} ± {bits.reach:.1g} bits/dim"
         if bits.sign < 0:
             return f"WORSE: this correction changes the likelihood bound by {gain}; do not attach it."
+        seen = self.samples
+        on_samples = "" if seen is None else f" {seen.verdict(self.gains)}"
         if not bits.sign:
-            return f"no sure gain: the likelihood bound moves by {gain}, within noise."
+            return f"no sure gain: the likelihood bound moves by {gain}, within noise.{on_samples}"
         if removed < 1e-6:
             return "off by rounding alone: nothing to do."
         if removed < 0.01:
-            return f"off by a measurable but negligible amount: correcting it gains {gain}."
+            return f"off by a measurable but negligible amount: correcting it gains {gain}.{on_samples}"
         return (
             f"miscalibrated: correcting it lowers the denoising loss, by at least {removed:.2g}% of the "
-            f"score matching loss, and raises the likelihood bound by {gain}. Whether samples get better is "
-            "for `trueup evaluate` to say."
+            f"score matching loss, and raises the likelihood bound by {gain}. {of_samples(seen, self.gains)}"
         )
 
     def summary(self) -> str:
@@ -279,6 +285,8 @@ class Calibration:
         ]
         if self.generated:
             lines.append("measured on the model's own samples: errors that these share with it do not show")
+        if self.samples is not None:
+            lines += self.samples.lines(self.gains)
         lines += [solver.summary() for solver in self.solvers]
         return "\n".join([*lines, verdict])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from trueup.calibration import Calibration
 from trueup.denoiser import Denoiser
+from trueup.errors import DataError
 from trueup.estimate import fit, measure
+from trueup.estimate.measuring import IMAGES
 from trueup.estimate.solve import check_names
 from trueup.fitting.gains import TRAJECTORIES, judge
 from trueup.fitting.solve import checked_numbers, fit_solver
@@ -52,13 +54,19 @@ def calibrate(
     check_names(family, estimator)
     numbers = None if nfe is None else checked_numbers(nfe)
     denoiser = as_denoiser(model)
+    once = denoiser.conditional and isinstance(open_images(data, denoiser).source, Iterator)
+    if once and numbers is not None:
+        problem = "a solver is fitted to labels as they are in the data, and these can be read only once"
+        raise DataError(f"{problem}: pass a list or a dataset, or fit it afterwards (trueup.fit_solver)")
     moments = measure(denoiser, data, levels=levels, seed=seed, run=run, trust=trust, progress=progress)
     calibration = fit(moments, family=family, estimator=estimator)
+    if once:  # its labels are gone, so that samples cannot judge
+        return calibration
     labels = labels_of(data, denoiser)
     calibration = judge(denoiser, calibration, labels=labels, seed=seed, progress=progress)
     if numbers is None:
         return calibration
-    how = {"labels": labels, "seed": seed, "progress": progress}
+    how: dict[str, Any] = {"labels": labels, "seed": seed, "progress": progress}
     where = None if run is None else Path(run) / "solvers"
     return fit_solver(denoiser, calibration, nfe=numbers, run=where, **how)
 
@@ -68,8 +76,8 @@ def labels_of(data: Any, denoiser: Denoiser) -> Tensor | None:
     if not denoiser.conditional:
         return None
     found: list[Tensor] = []
-    for batch in open_images(data, denoiser).batches(TRAJECTORIES):
-        assert batch.y is not None
+    for batch in open_images(data, denoiser, count=IMAGES).batches(TRAJECTORIES):
+        assert batch.y is not None  # or it could not have been measured
         found.append(batch.y.cpu())
         if sum(map(len, found)) >= 4 * TRAJECTORIES:
             break

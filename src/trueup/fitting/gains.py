@@ -14,15 +14,17 @@ import torch
 from trueup.calibration import Attachment, Calibration
 from trueup.denoiser import Denoiser
 from trueup.fitting.judge import Miss, Moments, seen
-from trueup.fitting.teacher import Teacher
+from trueup.fitting.teacher import NoLimit, Teacher
 from trueup.noise import mix
 from trueup.progress import Progress
 from trueup.sampling.draw import network_for
+from trueup.statistics import Number
 
 TRAJECTORIES = 64
 INTERVALS = 24
 MATERIAL = 0.005  # nats a coefficient by which another form must be closer than the one derived
 _OWN_STREAM = 0x6761696E
+_LARGEST = 1e12  # that a file holds; samples this far off are nowhere
 
 
 def judge(
@@ -38,6 +40,7 @@ def judge(
 
     "sqrt" is what theory says (equation 54); "response" takes its place if its samples' moments are surely
     and materially closer to the data's, and "none" if those of the network as it is are closer than either's.
+    Where the network as it is has no many-step limit, samples say nothing and nothing changes.
     """
     data = Moments.of(calibration)
     if data is None or calibration.empty:
@@ -53,27 +56,32 @@ def judge(
         network.advance = bar.update
         for form in forms:
             with Attachment(denoiser, calibration, gains=form):
-                limit = Teacher.of(network, mix(seed ^ _OWN_STREAM), intervals=INTERVALS, keep=False)
+                try:
+                    limit = Teacher.of(network, mix(seed ^ _OWN_STREAM), intervals=INTERVALS, keep=False)
+                except NoLimit:
+                    continue
             misses[form] = data.miss(seen(limit.samples, denoiser))
-    found: dict[str, Any] = {form: _plain(miss) for form, miss in misses.items()}
+    if "none" not in misses:
+        return calibration
+    found: dict[str, Any] = {form: _plain(miss.number) for form, miss in misses.items()}
     chosen = choose(misses)
     if chosen != "none":
-        change = misses[chosen].less(misses["none"])
-        found["change"] = [change.value, change.low, change.high]
+        found["change"] = _plain(misses[chosen].less(misses["none"]))
     told = {"miss": found, "trajectories": trajectories, "evaluations": INTERVALS + 1}
     return replace(calibration, gains=chosen, provenance={**calibration.provenance, "samples": told})
 
 
 def choose(misses: dict[str, Miss]) -> str:
     """The form whose samples are closest to the data, ties to what is derived."""
-    chosen = "sqrt"
-    if "response" in misses:
+    if set(misses) == {"none"}:
+        return "none"
+    chosen = "sqrt" if "sqrt" in misses else "response"
+    if chosen == "sqrt" and "response" in misses:
         change = misses["response"].less(misses["sqrt"])
         if change.high < 0 and change.value < -MATERIAL:
             chosen = "response"
     return chosen if misses[chosen].number.value < misses["none"].number.value else "none"
 
 
-def _plain(miss: Miss) -> list[float]:
-    number = miss.number
-    return [number.value, number.low, number.high]
+def _plain(number: Number) -> list[float]:
+    return [max(-_LARGEST, min(v, _LARGEST)) for v in (number.value, number.low, number.high)]

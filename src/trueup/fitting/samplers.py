@@ -166,7 +166,7 @@ def _solvers(
         if name in offered:
             found.append((name, "its own", as_solver(name, denoiser)))
     there = () if calibration is None else calibration.solvers
-    fitted = [made for made in there if (made.nfe, made.guidance) == (nfe, network.guidance)]
+    fitted = [made for made in there if made.is_for(nfe, network.guidance)]
     return found + [("fitted", "fitted", Fitted(made)) for made in fitted]
 
 

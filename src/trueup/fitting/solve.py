@@ -24,7 +24,7 @@ from trueup.fitting.teacher import INTERVALS, Teacher
 from trueup.hf import as_denoiser
 from trueup.noise import check_seed, mix
 from trueup.progress import Progress
-from trueup.sampling.draw import network_for
+from trueup.sampling.draw import check_labels, network_for
 from trueup.sampling.fitted import follow
 from trueup.sampling.network import Network
 from trueup.statistics import Number
@@ -65,8 +65,9 @@ def fit_solver(
     check_seed(seed)
     denoiser = as_denoiser(model)
     denoiser.check_bare()
-    found = Calibration.without_data(denoiser) if calibration is None else as_calibration(calibration)
-    numbers = checked_numbers(nfe)
+    numbers, y = checked_numbers(nfe), check_labels(denoiser, labels, guidance)
+    one = None if y is None else y[:1]
+    found = Calibration.without_data(denoiser, one) if calibration is None else as_calibration(calibration)
     corrected = Attachment(denoiser, found) if not found.empty else nullcontext()
     fitter = Fitter(denoiser, found, trajectories, labels, guidance, seed, progress, numbers)
     settings = {**denoiser.identity(), **fitter.origin, "calibration": found.identity, "guidance": guidance}
@@ -180,14 +181,17 @@ class Fitter:
             "error": judged.error.value,
             "error_se": judged.error.error,
         }
-        if self.limit is not None and judged.miss is not None and before[base].miss is not None:
+        miss_base, miss = before[base].miss, judged.miss
+        if self.limit is not None and miss is not None and miss_base is not None:
             evidence |= {
                 "limit_miss": self.limit.value,
                 "limit_miss_se": self.limit.error,
-                "miss_base": before[base].miss.number.value,
-                "miss": judged.miss.number.value,
-                "miss_se": judged.miss.number.error,
+                "miss_base": miss_base.number.value,
+                "miss": miss.number.value,
+                "miss_se": miss.number.error,
             }
+        # What left the finite, as the rule before it was fitted may, is unknown.
+        evidence = {name: v if math.isfinite(v) else math.nan for name, v in evidence.items()}
         return replace(chosen, gains=self.gains, evidence=evidence, provenance=origin)
 
     def _judged(self, solver: FittedSolver, network: Network) -> Judged:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trueup.errors import ModelError, TrueupError
+from trueup.errors import ModelError
 from trueup.noise import normal
 from trueup.sampling.draw import STARTING_NOISE
 from trueup.sampling.fitted import follow, plan
@@ -18,6 +18,10 @@ from trueup.sampling.rules import Grid, Rule
 INTERVALS = 40
 FINE = Rule("fine", "eps", 3)
 FEWEST = 32
+
+
+class NoLimit(ModelError):
+    """There is no fine trajectory to learn from."""
 
 
 @dataclass(eq=False, repr=False)
@@ -38,7 +42,7 @@ class Teacher:
         solver = None
         while solver is None:  # whole timesteps may not be so many
             if intervals < 4:
-                raise TrueupError("the network knows too few timesteps for a fine solver")
+                raise NoLimit("the network knows too few timesteps for a fine solver")
             solver = plan(denoiser, FINE, Grid(), intervals + 1, network.y)
             intervals -= 1
         states = [noise * network.process.prior_std]
@@ -52,7 +56,7 @@ class Teacher:
         samples = follow(solver, network, noise, keeping)
         if not torch.isfinite(samples).all():
             problem = "the network diverges even in small steps, so there is no limit to fit a solver to"
-            raise ModelError(problem, "check its range, prediction and schedule with `trueup check`")
+            raise NoLimit(problem, "check its range, prediction and schedule with `trueup check`")
         return cls(noise, network.process.lam(solver.t), states[:-1] if keep else [], samples)
 
     def to(self, device: torch.device) -> Teacher:

@@ -159,7 +159,7 @@ def choose_solver(
     if solver not in (None, Fitted.name):
         return as_solver(solver, denoiser)
     there = () if calibration is None else calibration.solvers
-    if solver is None and not any((made.nfe, made.guidance) == (nfe, guidance) for made in there):
+    if solver is None and not (nfe is not None and any(made.is_for(nfe, guidance) for made in there)):
         return as_solver(DEFAULT, denoiser)
     if calibration is None or nfe is None:
         raise TrueupError("a fitted solver is part of a calibration: pass one, and nfe (see fit_solver)")
