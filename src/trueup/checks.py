@@ -20,6 +20,8 @@ def check(options: argparse.Namespace) -> None:
     """Raise for a command that cannot be carried out, whatever its model and images hold."""
     _CHECKS.get(options.command, lambda _: None)(options)
     names, counts = (_listed(getattr(options, name, None)) for name in ("solver", "nfe"))
+    if options.command == "sample" and not names and options.calibration is None:
+        names = ["dpm-solver-3"]
     if FITTED in names and getattr(options, "calibration", None) is None:
         raise TrueupError("a fitted solver is part of a calibration: name it with --calibration")
     for name in names:

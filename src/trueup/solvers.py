@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from trueup.errors import DataError, TrueupError
+from trueup.errors import TrueupError
 
 DPM_SOLVERS = tuple(
     f"dpm-solver-{order}{how}"
@@ -70,9 +70,3 @@ def check_evaluations(name: str, nfe: int) -> None:
     """Raise for fewer evaluations than a step of DPM-Solver takes; other solvers say so themselves."""
     if name in DPM_SOLVERS and not name.endswith("adaptive") and nfe < (order := int(name.split("-")[2])):
         raise TrueupError(f"{name} needs at least {order} evaluations, not {nfe}")
-
-
-def check_count(images: int) -> None:
-    """Raise for data that are too few."""
-    if images < 20:
-        raise DataError(f"the moments of {images} images are not those of the data: use 20 or more")

@@ -24,7 +24,7 @@ from trueup.fitting.teacher import INTERVALS, Teacher
 from trueup.hf import as_denoiser
 from trueup.noise import check_seed, mix
 from trueup.progress import Progress
-from trueup.sampling.draw import check_labels, network_for
+from trueup.sampling.draw import network_for
 from trueup.sampling.fitted import follow
 from trueup.sampling.network import Network
 from trueup.statistics import Number
@@ -65,9 +65,8 @@ def fit_solver(
     check_seed(seed)
     denoiser = as_denoiser(model)
     denoiser.check_bare()
-    numbers, y = checked_numbers(nfe), check_labels(denoiser, labels, guidance)
-    one = None if y is None else y[:1]
-    found = Calibration.without_data(denoiser, one) if calibration is None else as_calibration(calibration)
+    found = Calibration.without_data(denoiser) if calibration is None else as_calibration(calibration)
+    numbers = checked_numbers(nfe)
     corrected = Attachment(denoiser, found) if not found.empty else nullcontext()
     fitter = Fitter(denoiser, found, trajectories, labels, guidance, seed, progress, numbers)
     settings = {**denoiser.identity(), **fitter.origin, "calibration": found.identity, "guidance": guidance}
@@ -108,7 +107,8 @@ class Fitter:
         self.network = network_for(denoiser, labels, guidance)
         self.index, self.labels = torch.arange(trajectories), self.network.y
         self.seed, self.count = mix(seed ^ _OWN_STREAM), trajectories
-        self.data = Moments.of(calibration)
+        # Guided samples are not meant to have the data's moments.
+        self.data = Moments.of(calibration) if guidance == 1.0 else None
         self.gains = "none" if calibration is None or calibration.empty else calibration.gains
         self.fitted_to = trajectories - max(FEWEST // 2, round(HELD_OUT * trajectories))
         self.intervals = max(INTERVALS, 2 * max(numbers))
