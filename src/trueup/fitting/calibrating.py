@@ -58,7 +58,7 @@ def calibrate(
     calibration = judge(denoiser, calibration, labels=labels, seed=seed, progress=progress)
     if numbers is None:
         return calibration
-    how = {"labels": labels, "seed": seed, "progress": progress}
+    how: dict[str, Any] = {"labels": labels, "seed": seed, "progress": progress}
     where = None if run is None else Path(run) / "solvers"
     return fit_solver(denoiser, calibration, nfe=numbers, run=where, **how)
 
