@@ -180,14 +180,11 @@ class Fitter:
             "error": judged.error.value,
             "error_se": judged.error.error,
         }
-        if self.limit is not None and judged.miss is not None and before[base].miss is not None:
-            evidence |= {
-                "limit_miss": self.limit.value,
-                "limit_miss_se": self.limit.error,
-                "miss_base": before[base].miss.number.value,
-                "miss": judged.miss.number.value,
-                "miss_se": judged.miss.number.error,
-            }
+        first = before[base].miss
+        if self.limit is not None and judged.miss is not None and first is not None:
+            evidence |= {"limit_miss": self.limit.value, "limit_miss_se": self.limit.error}
+            evidence |= {"miss_base": first.number.value}
+            evidence |= {"miss": judged.miss.number.value, "miss_se": judged.miss.number.error}
         return replace(chosen, gains=self.gains, evidence=evidence, provenance=origin)
 
     def _judged(self, solver: FittedSolver, network: Network) -> Judged:

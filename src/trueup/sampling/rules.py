@@ -152,9 +152,8 @@ class Grid:
         elif math.isinf(self.spacing):
             times = process.t_of_lam(low + share * (lam - low))
         else:
-            ends = (math.exp(-v / self.spacing) for v in (low, lam))
-            start, end = ends
-            times = process.t_of_lam(-self.spacing * (start + share * (end - start)).log())
+            near, far = (math.exp(-v / self.spacing) for v in (lam, low))
+            times = process.t_of_lam(-self.spacing * (far + share * (near - far)).log())
         times[0] = first
         if steps > 1:
             times[-1] = last
