@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -109,10 +109,10 @@ class Fitter:
         self.seed, self.count = mix(seed ^ _OWN_STREAM), trajectories
         self.data = Moments.of(calibration)
         self.gains = "none" if calibration is None or calibration.empty else calibration.gains
-        self.fitted_to = trajectories - max(FEWEST // 2, round(HELD_OUT * trajectories))
-        self.intervals = max(INTERVALS, 2 * max(numbers))
+        self.fitted_to = trajectories - _held_out(trajectories)
+        self.intervals = _intervals(numbers)
         self.origin = {"trajectories": trajectories, "seed": seed}
-        self.bar = Progress(self._total(numbers), "fitting a solver", show=progress)
+        self.bar = Progress(fit_cost(trajectories, *numbers), "fitting a solver", show=progress)
 
     def __enter__(self) -> Fitter:
         self.network.advance = self.bar.__enter__().update
@@ -135,12 +135,6 @@ class Fitter:
 
     def __exit__(self, *error: object) -> None:
         self.bar.__exit__(*error)
-
-    def _total(self, numbers: list[int]) -> int:
-        """About how many evaluations it takes."""
-        held = self.count - self.fitted_to
-        each = [TRIED * (self.fitted_to + 2 * held) * nfe + search_cost(nfe) for nfe in numbers]
-        return (self.intervals + 1) * self.count + sum(each)
 
     @contextmanager
     def _rows(self, part: slice) -> Iterator[Network]:
@@ -219,6 +213,22 @@ class Judged:
         if self.by_data and self.miss is not None and other.miss is not None:
             return self.miss.less(other.miss)
         return Number.mean((self.errors - other.errors).double())
+
+
+def fit_cost(trajectories: int, *numbers: int) -> int:
+    """About how many evaluations of the network fitting solvers takes."""
+    held = _held_out(trajectories)
+    each = [TRIED * (trajectories + held) * nfe + search_cost(nfe) for nfe in numbers]
+    return (_intervals(numbers) + 1) * trajectories + sum(each)
+
+
+def _held_out(trajectories: int) -> int:
+    return max(FEWEST // 2, round(HELD_OUT * trajectories))
+
+
+def _intervals(numbers: Sequence[int]) -> int:
+    """Of the fine solver: finer than any that is fitted to it."""
+    return max(INTERVALS, 2 * max(numbers))
 
 
 def told(labels: Any) -> Any:
