@@ -3,6 +3,7 @@
     python benchmarks/few_steps.py --model RAW EMA --data cifar10.npy --test cifar10-test.npy
     python benchmarks/few_steps.py ... --part counts      # how many trajectories
     python benchmarks/few_steps.py ... --part gains       # the limit with each form of the gains
+    python benchmarks/few_steps.py ... --part variants    # fitted to the limit, or brought to the data
     python benchmarks/few_steps.py ... --part cost        # of a fit, and of a fitted step
 
 Fréchet distances (EfficientNet-lite0 features, not Inception's) to the test images; every cell starts from
@@ -26,7 +27,8 @@ from trueup.calibration import Attachment
 from trueup.estimate import fit, measure
 from trueup.fitting import fit_solver, judge
 from trueup.fitting.calibrating import labels_of
-from trueup.fitting.solve import fit_cost
+from trueup.fitting.kept import Kept
+from trueup.fitting.solve import Fitter, fit_cost
 from trueup.fitting.teacher import Teacher
 from trueup.sampling.draw import as_solver, network_for
 from trueup.sampling.fitted import Fitted, plan
@@ -180,7 +182,7 @@ def cost(setting: Setting, entry: dict, options) -> list[list[str]]:
         solver = replace(solver, tables=tables)
         y = None if setting.labels is None else setting.labels[torch.arange(len(x)) % len(setting.labels)]
         step = _seconds(lambda s=solver: s.step(3, x, [x, x, x]))
-        network = _seconds(lambda: denoiser.predict(x, float(solver.t[3]), y))
+        network = _seconds(lambda t=float(solver.t[3]), y=y: denoiser.predict(x, t, y))
         entry[str(nfe)] = {"seconds": seconds, "evaluations": spent, "step": step / network}
         rows.append([str(nfe), f"{seconds:.0f}", f"{spent:,}", f"{100 * step / network:.2f}%"])
     return rows
@@ -199,6 +201,32 @@ def _seconds(work, repeats: int = 20) -> float:
     return sorted(times)[len(times) // 2]
 
 
+def variants(setting: Setting, entry: dict, options) -> list[list[str]]:
+    """The three candidates that a fit tries: as they are, fitted to the limit, brought to the data's moments."""
+    rows = [["evaluations", "candidate", "as it is", "fitted", "restored"]]
+    with Attachment(setting.denoiser, setting.calibration):
+        for nfe in options.nfe:
+            fitter = Fitter(
+                setting.denoiser,
+                setting.calibration,
+                options.trajectories,
+                setting.labels,
+                1.0,
+                0,
+                False,
+                [nfe],
+            )
+            with fitter:
+                fitter.start(Kept(None, {}))
+                for base in fitter.bases(nfe):
+                    made = (base, *(fitter.better(base, by_data) for by_data in (False, True)))
+                    found = [setting.distance(None, Fitted(one), nfe) for one in made]
+                    entry[f"{nfe}, {base.provenance['base']}"] = found
+                    cells = [f"{value:.1f}" for value in found]
+                    rows.append([str(nfe), base.provenance["base"], *cells])
+    return rows
+
+
 def gains(setting: Setting, entry: dict, options) -> list[list[str]]:
     forms = ("none", "least-squares", "sqrt", "response")
     entry |= {form: setting.limit(form) for form in forms}
@@ -208,13 +236,15 @@ def gains(setting: Setting, entry: dict, options) -> list[list[str]]:
 
 def main() -> None:
     p = comparison_parser(__doc__)
-    p.add_argument("--part", choices=["table", "counts", "gains", "cost"], nargs="+", default=["table"])
+    p.add_argument(
+        "--part", choices=["table", "counts", "gains", "cost", "variants"], nargs="+", default=["table"]
+    )
     p.add_argument("--labels", metavar="FILE", help=".npy of labels, for conditional networks")
     p.add_argument("--images", type=int, default=500, help="behind the calibrations")
     p.add_argument("--trajectories", type=int, default=128)
     p.add_argument("--nfe", type=int, nargs="+", default=[4, 5, 6, 8, 10, 15, 20])
     options = p.parse_args()
-    parts = {"table": full_table, "counts": counts, "gains": gains, "cost": cost}
+    parts = {"table": full_table, "counts": counts, "gains": gains, "cost": cost, "variants": variants}
     results: dict = {}
     for path in options.model:
         setting = Setting(path, options)

@@ -150,18 +150,25 @@ class Fitter:
         """Whether the limit itself is not where the data are."""
         return self.limit is not None and self.limit.low > 0 and self.limit.value > MATERIAL
 
-    def fit(self, nfe: int) -> FittedSolver:
-        """The best of what was tried for a number of evaluations."""
+    def bases(self, nfe: int) -> list[FittedSolver]:
+        """The best rules on their grids."""
         with self._rows(slice(0, self.fitted_to)) as network:
             tried = search(network, self.fitting, nfe, self.guidance, TRIED)
-            if not tried:
-                raise TrueupError(f"no solver of {nfe} evaluations stays finite on this network")
-            bases = [candidate.solver for candidate in tried]
-            if self.far_from_data:
-                assert self.data is not None
-                better = [restored(base, network, self.fitting.noise, self.data) for base in bases]
-            else:
-                better = [fitted(base, network, self.fitting) for base in bases]
+        if not tried:
+            raise TrueupError(f"no solver of {nfe} evaluations stays finite on this network")
+        return [candidate.solver for candidate in tried]
+
+    def better(self, base: FittedSolver, by_data: bool) -> FittedSolver:
+        """A rule on its grid fitted to the limit, or brought to the data's moments."""
+        with self._rows(slice(0, self.fitted_to)) as network:
+            if by_data and self.data is not None:
+                return restored(base, network, self.fitting.noise, self.data)
+            return fitted(base, network, self.fitting)
+
+    def fit(self, nfe: int) -> FittedSolver:
+        """The best of what was tried for a number of evaluations."""
+        bases = self.bases(nfe)
+        better = [self.better(base, self.far_from_data) for base in bases]
         with self._rows(self.held) as network:
             before, after = ([self._judged(s, network) for s in group] for group in (bases, better))
         base = min(range(len(bases)), key=lambda i: before[i].score)
