@@ -202,7 +202,7 @@ def _seconds(work, repeats: int = 20) -> float:
 
 
 def variants(setting: Setting, entry: dict, options) -> list[list[str]]:
-    """The three candidates that a fit tries: as they are, fitted to the limit, brought to the data's moments."""
+    """The three candidates that a fit tries: as they are, fitted to the limit, brought to the data."""
     rows = [["evaluations", "candidate", "as it is", "fitted", "restored"]]
     with Attachment(setting.denoiser, setting.calibration):
         for nfe in options.nfe:
