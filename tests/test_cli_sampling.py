@@ -222,10 +222,7 @@ def test_comparisons_that_cannot_be(
         ("evaluate --data IMAGES --calibration CAL --features :x", "no features are called ':x'"),
         ("evaluate --data IMAGES --calibration CAL --weights CAL", "--weights are those of inception"),
         ("evaluate --data IMAGES --calibration CAL --nfe 20,1", "at least 3 evaluations, not 1"),
-        ("calibrate --data IMAGES --solver ddim --images 10 -o x", "the moments of 10 images"),
-        ("calibrate --generated 10 --solver ddim -o x", "the moments of 10 images"),
         ("calibrate --generated 10 --generate-nfe 2 -o x", "at least 3 evaluations, not 2"),
-        ("check --data IMAGES --solver ddim --images 10", "the moments of 10 images"),
     ],
 )
 def test_what_needs_no_torch_is_said_before_it_is_loaded(
