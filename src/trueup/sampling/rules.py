@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trueup.fitted import MEMORY
 from trueup.process import NoiseProcess
 from trueup.sampling.steps import Levels, tableau
-
-MEMORY = 3  # of what the network said
 
 
 @dataclass(frozen=True)
