@@ -3,6 +3,8 @@
     python benchmarks/few_steps.py --model RAW EMA --data cifar10.npy --test cifar10-test.npy
     python benchmarks/few_steps.py ... --part counts      # how many trajectories
     python benchmarks/few_steps.py ... --part gains       # the limit with each form of the gains
+    python benchmarks/few_steps.py ... --part variants    # fitted to the limit, or brought to the data
+    python benchmarks/few_steps.py ... --part cost        # of a fit, and of a fitted step
 
 Fréchet distances (EfficientNet-lite0 features, not Inception's) to the test images; every cell starts from
 the same noise. "uncalibrated" and "calibrated" are the best of all samplers and grids in SAMPLERS, chosen for
@@ -13,6 +15,7 @@ are directories, of diffusers or of benchmarks/networks.py.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,8 @@ from trueup.calibration import Attachment
 from trueup.estimate import fit, measure
 from trueup.fitting import fit_solver, judge
 from trueup.fitting.calibrating import labels_of
+from trueup.fitting.kept import Kept
+from trueup.fitting.solve import Fitter, fit_cost
 from trueup.fitting.teacher import Teacher
 from trueup.sampling.draw import as_solver, network_for
 from trueup.sampling.fitted import Fitted, plan
@@ -60,7 +65,7 @@ class Setting:
         moments = measure(self.denoiser, data, trust=True, progress=False)
         self.labels = labels_of(data, self.denoiser)
         self.calibration = judge(self.denoiser, fit(moments), labels=self.labels, progress=False)
-        self.quality = Quality(self.denoiser, np.load(options.test))
+        self.quality = None if options.part == ["cost"] else Quality(self.denoiser, np.load(options.test))
 
     def distance(self, calibration, solver, nfe: int) -> float:
         """The Fréchet distance of samples."""
@@ -163,6 +168,65 @@ def counts(setting: Setting, entry: dict, options) -> list[list[str]]:
     return rows
 
 
+def cost(setting: Setting, entry: dict, options) -> list[list[str]]:
+    """Seconds of a fit, its evaluations, and a fitted step over an evaluation of the network, in one run."""
+    denoiser, rows = setting.denoiser, [["evaluations", "seconds", "evaluations of a fit", "a step, of one"]]
+    x = torch.randn(options.batch_size, *denoiser.shape, device=denoiser.device)
+    for nfe in options.nfe:
+        started = time.monotonic()
+        how = {"labels": setting.labels, "trajectories": options.trajectories, "progress": False}
+        solver = fit_solver(denoiser, setting.calibration, nfe=nfe, **how).solver(nfe)
+        seconds = time.monotonic() - started
+        spent = fit_cost(options.trajectories, nfe)
+        tables = solver.tables + (1e-3 if solver.empty else 0.0)  # as if fitted, or there is nothing to time
+        solver = replace(solver, tables=tables)
+        y = None if setting.labels is None else setting.labels[torch.arange(len(x)) % len(setting.labels)]
+        step = _seconds(lambda s=solver: s.step(3, x, [x, x, x]))
+        network = _seconds(lambda t=float(solver.t[3]), y=y: denoiser.predict(x, t, y))
+        entry[str(nfe)] = {"seconds": seconds, "evaluations": spent, "step": step / network}
+        rows.append([str(nfe), f"{seconds:.0f}", f"{spent:,}", f"{100 * step / network:.2f}%"])
+    return rows
+
+
+@torch.inference_mode()
+def _seconds(work, repeats: int = 20) -> float:
+    """The median of several runs."""
+    times = []
+    for i in range(repeats + 3):
+        started = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times += [time.perf_counter() - started] if i >= 3 else []
+    return sorted(times)[len(times) // 2]
+
+
+def variants(setting: Setting, entry: dict, options) -> list[list[str]]:
+    """The three candidates that a fit tries: as they are, fitted to the limit, brought to the data."""
+    rows = [["evaluations", "candidate", "as it is", "fitted", "restored"]]
+    with Attachment(setting.denoiser, setting.calibration):
+        for nfe in options.nfe:
+            fitter = Fitter(
+                setting.denoiser,
+                setting.calibration,
+                options.trajectories,
+                setting.labels,
+                1.0,
+                0,
+                False,
+                [nfe],
+            )
+            with fitter:
+                fitter.start(Kept(None, {}))
+                for base in fitter.bases(nfe):
+                    made = (base, *(fitter.better(base, by_data) for by_data in (False, True)))
+                    found = [setting.distance(None, Fitted(one), nfe) for one in made]
+                    entry[f"{nfe}, {base.provenance['base']}"] = found
+                    cells = [f"{value:.1f}" for value in found]
+                    rows.append([str(nfe), base.provenance["base"], *cells])
+    return rows
+
+
 def gains(setting: Setting, entry: dict, options) -> list[list[str]]:
     forms = ("none", "least-squares", "sqrt", "response")
     entry |= {form: setting.limit(form) for form in forms}
@@ -172,13 +236,15 @@ def gains(setting: Setting, entry: dict, options) -> list[list[str]]:
 
 def main() -> None:
     p = comparison_parser(__doc__)
-    p.add_argument("--part", choices=["table", "counts", "gains"], nargs="+", default=["table"])
+    p.add_argument(
+        "--part", choices=["table", "counts", "gains", "cost", "variants"], nargs="+", default=["table"]
+    )
     p.add_argument("--labels", metavar="FILE", help=".npy of labels, for conditional networks")
     p.add_argument("--images", type=int, default=500, help="behind the calibrations")
     p.add_argument("--trajectories", type=int, default=128)
     p.add_argument("--nfe", type=int, nargs="+", default=[4, 5, 6, 8, 10, 15, 20])
     options = p.parse_args()
-    parts = {"table": full_table, "counts": counts, "gains": gains}
+    parts = {"table": full_table, "counts": counts, "gains": gains, "cost": cost, "variants": variants}
     results: dict = {}
     for path in options.model:
         setting = Setting(path, options)

@@ -1,6 +1,7 @@
 """Does a calibration from few images ever make a model worse, at any noise level?
 
     python benchmarks/never_harm.py --model RAW EMA --data cifar10.npy
+    python benchmarks/never_harm.py ... --levels 500      # measured at one level only, used everywhere
 
 For 20, 50 and 200 images, several disjoint sets each and both families: the loss removed on held-out images
 at every level it was measured at, and at random times over the whole process, half of them even in t and half
@@ -42,6 +43,7 @@ def main() -> None:
     p.add_argument("--images", type=int, nargs="+", default=[20, 50, 200])
     p.add_argument("--repeats", type=int, default=6)
     p.add_argument("--times", type=int, default=60, help="random times of the scan")
+    p.add_argument("--levels", type=float, nargs="+", help="levels to measure (default: all of the process)")
     options = p.parse_args()
     images = load_images(options)
     cases = [(path, load_model(path, options), None) for path in options.model]
@@ -54,7 +56,8 @@ def main() -> None:
         need = max(options.images) * options.repeats
         data = images if source is None else source.sample(need + options.held_out, seed=1)
         unseen = data[need : need + options.held_out]
-        where = {"levels": default_levels(denoiser.process)}
+        default = default_levels(denoiser.process)
+        where = {"levels": default if options.levels is None else torch.tensor(options.levels).double()}
         where["random times"] = random_times(denoiser.process, options.times, seed=1)
         held_out = {
             place: measure(denoiser, unseen, options, levels=t, seed=1000) for place, t in where.items()

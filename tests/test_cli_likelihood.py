@@ -327,4 +327,3 @@ def test_figure_1_and_the_score_from_a_file(model, images, calibration, tmp_path
     done = trueup_command(*base, "--figure", tmp_path / "g.svg")
     assert (tmp_path / "g.svg").exists()
     refused(trueup_command(*base, "--figure", tmp_path / "f.gif"), ".png, .svg or .pdf")
-    refused(trueup_command(*base, "--figure", tmp_path / "f.png", "--solver", "ddim"), "leave out --solver")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
 from trueup.estimate import fit, measure
 from trueup.files import BUNDLED, write
+from trueup.fitting import fit_solver, judge
 from trueup.hf import as_denoiser
 from trueup.hf.loading import diffusers_module
 from trueup.images import Images
@@ -24,6 +26,8 @@ from trueup.sampling import sample
 
 IMAGES = 200
 STEPS = 20
+FEW = 8  # evaluations of the solver that is fitted
+TRAJECTORIES = 64  # it is fitted to, and half as many that samples are judged by
 SAMPLES = 64  # to measure brightness on; the picture shows the first SHOWN
 SHOWN = 12
 _ZOOM = 3
@@ -43,22 +47,29 @@ def run(out: Path, kept: Path, *, seed: int = 0, device: str = "cpu", progress: 
     images = Images(pictures, count=IMAGES, seed=seed)
     moments = measure(raw, images, seed=seed, run=kept, progress=progress)
     shift, spectral = (fit(moments, family=family) for family in ("shift", "spectral"))
+    spectral = judge(raw, spectral, trajectories=TRAJECTORIES // 2, seed=seed, progress=progress)
+    how: dict[str, Any] = {"seed": seed, "progress": progress}
+    fitted_to = {"trajectories": TRAJECTORIES, "run": kept / "solvers", **how}
+    spectral = fit_solver(raw, spectral, nfe=FEW, **fitted_to)
     file = out / "demo.trueup.safetensors"
     spectral.save(file)
     print(f"{as_text(spectral, plain=plain_output())}\n")
 
-    rows: list[tuple[str, Denoiser, Calibration | None]] = [
-        ("uncalibrated", raw, None),
-        ("shift", raw, shift),
-    ]
-    rows += [("spectral", raw, spectral), ("EMA weights", ema, None)]
     ddim = diffusers.DDIMScheduler(clip_sample=False)  # clipping hides what the weights do
+    rows: list[tuple[str, Denoiser, Calibration | None, Any, int]] = [
+        ("uncalibrated", raw, None, ddim, STEPS),
+        ("shift", raw, shift, ddim, STEPS),
+        ("spectral", raw, spectral, ddim, STEPS),
+        (f"in {FEW} steps", raw, spectral, "fitted", FEW),
+        ("EMA weights", ema, None, ddim, STEPS),
+    ]
     drawn = {
-        name: sample(net, SAMPLES, solver=ddim, nfe=STEPS, calibration=used, seed=seed, progress=progress)
-        for name, net, used in rows
+        name: sample(net, SAMPLES, solver=solver, nfe=nfe, calibration=used, **how)
+        for name, net, used, solver, nfe in rows
     }
     data = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
-    print(f"{SAMPLES} samples each, DDIM in {STEPS} steps, same seeds; mean brightness of an image, 0..255:")
+    print(f"{SAMPLES} samples each from the same seeds, DDIM in {STEPS} steps, and the solver fitted to the")
+    print(f"calibrated model in {FEW}; mean brightness of an image, 0..255:")
     print(f"\n{'':14} {'mean':>6} {'s.d.':>6} {'distance to the data (W1)':>27}")
     for name, x in drawn.items():
         mean, spread, distance = brightness(x, data)

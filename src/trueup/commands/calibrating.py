@@ -151,5 +151,5 @@ def _report(calibration: Calibration, options: argparse.Namespace, more: dict[st
         predicts, noise = calibration.parametrization.name, calibration.process.kind
         text += f"\nmade for: samples of shape {calibration.shape}, {predicts} prediction, {noise} noise, "
         seed, images = origin.get("seed"), calibration.data_images
-        text += f"weights {weights[:8]}; seed {seed}, {images:,} images"
+        text += f"weights {weights[:8]}" + (f"; seed {seed}, {images:,} images" if images else "")
     show(options, {**as_json(calibration), **more}, text)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from trueup.bands import Bands
 from trueup.calibration.solver import FittedSolver
+from trueup.fitted import MEMORY
 from trueup.fitting.judge import Moments, dct_of
 from trueup.fitting.teacher import Teacher
 from trueup.sampling.network import Network
-from trueup.sampling.rules import MEMORY
 from trueup.statistics import mean_and_error, threshold
 
 FOLDS = 8

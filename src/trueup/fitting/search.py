@@ -22,7 +22,7 @@ ENDS = (0.3, 0.15, 0.075, 0.0375, 0.019)  # noise at the last evaluation, over t
 FIRST = "x0-2"  # the rule that grids are chosen with
 OTHERS = ("x0-3", "ipndm-3", "singlestep-2")
 _BEST = 4  # grids to try the other rules on
-_BUDGET = 128  # evaluations per candidate
+_BUDGET = 96  # evaluations per candidate
 _FEWEST = 4
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -24,7 +24,7 @@ from trueup.fitting.teacher import INTERVALS, Teacher
 from trueup.hf import as_denoiser
 from trueup.noise import check_seed, mix
 from trueup.progress import Progress
-from trueup.sampling.draw import network_for
+from trueup.sampling.draw import check_labels, network_for
 from trueup.sampling.fitted import follow
 from trueup.sampling.network import Network
 from trueup.statistics import Number
@@ -65,7 +65,10 @@ def fit_solver(
     check_seed(seed)
     denoiser = as_denoiser(model)
     denoiser.check_bare()
-    found = Calibration.without_data(denoiser) if calibration is None else as_calibration(calibration)
+    if calibration is None:
+        found = Calibration.without_data(denoiser, check_labels(denoiser, labels, guidance))
+    else:
+        found = as_calibration(calibration)
     numbers = checked_numbers(nfe)
     corrected = Attachment(denoiser, found) if not found.empty else nullcontext()
     fitter = Fitter(denoiser, found, trajectories, labels, guidance, seed, progress, numbers)
@@ -110,10 +113,10 @@ class Fitter:
         # Guided samples are not meant to have the data's moments.
         self.data = Moments.of(calibration) if guidance == 1.0 else None
         self.gains = "none" if calibration is None or calibration.empty else calibration.gains
-        self.fitted_to = trajectories - max(FEWEST // 2, round(HELD_OUT * trajectories))
-        self.intervals = max(INTERVALS, 2 * max(numbers))
+        self.fitted_to = trajectories - _held_out(trajectories)
+        self.intervals = _intervals(numbers)
         self.origin = {"trajectories": trajectories, "seed": seed}
-        self.bar = Progress(self._total(numbers), "fitting a solver", show=progress)
+        self.bar = Progress(fit_cost(trajectories, *numbers), "fitting a solver", show=progress)
 
     def __enter__(self) -> Fitter:
         self.network.advance = self.bar.__enter__().update
@@ -137,12 +140,6 @@ class Fitter:
     def __exit__(self, *error: object) -> None:
         self.bar.__exit__(*error)
 
-    def _total(self, numbers: list[int]) -> int:
-        """About how many evaluations it takes."""
-        held = self.count - self.fitted_to
-        each = [TRIED * (self.fitted_to + 2 * held) * nfe + search_cost(nfe) for nfe in numbers]
-        return (self.intervals + 1) * self.count + sum(each)
-
     @contextmanager
     def _rows(self, part: slice) -> Iterator[Network]:
         """The network for some of the trajectories."""
@@ -157,18 +154,25 @@ class Fitter:
         """Whether the limit itself is not where the data are."""
         return self.limit is not None and self.limit.low > 0 and self.limit.value > MATERIAL
 
-    def fit(self, nfe: int) -> FittedSolver:
-        """The best of what was tried for a number of evaluations."""
+    def bases(self, nfe: int) -> list[FittedSolver]:
+        """The best rules on their grids."""
         with self._rows(slice(0, self.fitted_to)) as network:
             tried = search(network, self.fitting, nfe, self.guidance, TRIED)
-            if not tried:
-                raise TrueupError(f"no solver of {nfe} evaluations stays finite on this network")
-            bases = [candidate.solver for candidate in tried]
-            if self.far_from_data:
-                assert self.data is not None
-                better = [restored(base, network, self.fitting.noise, self.data) for base in bases]
-            else:
-                better = [fitted(base, network, self.fitting) for base in bases]
+        if not tried:
+            raise TrueupError(f"no solver of {nfe} evaluations stays finite on this network")
+        return [candidate.solver for candidate in tried]
+
+    def better(self, base: FittedSolver, by_data: bool) -> FittedSolver:
+        """A rule on its grid fitted to the limit, or brought to the data's moments."""
+        with self._rows(slice(0, self.fitted_to)) as network:
+            if by_data and self.data is not None:
+                return restored(base, network, self.fitting.noise, self.data)
+            return fitted(base, network, self.fitting)
+
+    def fit(self, nfe: int) -> FittedSolver:
+        """The best of what was tried for a number of evaluations."""
+        bases = self.bases(nfe)
+        better = [self.better(base, self.far_from_data) for base in bases]
         with self._rows(self.held) as network:
             before, after = ([self._judged(s, network) for s in group] for group in (bases, better))
         base = min(range(len(bases)), key=lambda i: before[i].score)
@@ -181,15 +185,11 @@ class Fitter:
             "error": judged.error.value,
             "error_se": judged.error.error,
         }
-        miss_base, miss = before[base].miss, judged.miss
-        if self.limit is not None and miss is not None and miss_base is not None:
-            evidence |= {
-                "limit_miss": self.limit.value,
-                "limit_miss_se": self.limit.error,
-                "miss_base": miss_base.number.value,
-                "miss": miss.number.value,
-                "miss_se": miss.number.error,
-            }
+        first = before[base].miss
+        if self.limit is not None and judged.miss is not None and first is not None:
+            evidence |= {"limit_miss": self.limit.value, "limit_miss_se": self.limit.error}
+            evidence |= {"miss_base": first.number.value}
+            evidence |= {"miss": judged.miss.number.value, "miss_se": judged.miss.number.error}
         # What left the finite, as the rule before it was fitted may, is unknown.
         evidence = {name: v if math.isfinite(v) else math.nan for name, v in evidence.items()}
         return replace(chosen, gains=self.gains, evidence=evidence, provenance=origin)
@@ -226,6 +226,22 @@ class Judged:
         if self.by_data and self.miss is not None and other.miss is not None:
             return self.miss.less(other.miss)
         return Number.mean((self.errors - other.errors).double())
+
+
+def fit_cost(trajectories: int, *numbers: int) -> int:
+    """About how many evaluations of the network fitting solvers takes."""
+    held = _held_out(trajectories)
+    each = [TRIED * (trajectories + held) * nfe + search_cost(nfe) for nfe in numbers]
+    return (_intervals(numbers) + 1) * trajectories + sum(each)
+
+
+def _held_out(trajectories: int) -> int:
+    return max(FEWEST // 2, round(HELD_OUT * trajectories))
+
+
+def _intervals(numbers: Sequence[int]) -> int:
+    """Of the fine solver: finer than any that is fitted to it."""
+    return max(INTERVALS, 2 * max(numbers))
 
 
 def told(labels: Any) -> Any:

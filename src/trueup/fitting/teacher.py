@@ -15,7 +15,7 @@ from trueup.sampling.fitted import follow, plan
 from trueup.sampling.network import Network
 from trueup.sampling.rules import Grid, Rule
 
-INTERVALS = 40
+INTERVALS = 32
 FINE = Rule("fine", "eps", 3)
 FEWEST = 32
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from trueup.bands import Bands
-from trueup.calibration.solver import FittedSolver
 from trueup.denoiser import Denoiser
 from trueup.errors import MismatchError
+from trueup.fitted import MEMORY, FittedSolver
 from trueup.sampling.network import Network
-from trueup.sampling.rules import MEMORY, Grid, Rule
+from trueup.sampling.rules import Grid, Rule
 from trueup.sampling.solver import Solver
 from trueup.sampling.steps import Levels, network_times
 from trueup.solvers import FITTED

@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trueup.fitted import MEMORY
 from trueup.process import NoiseProcess
 from trueup.sampling.steps import Levels, tableau
-
-MEMORY = 3  # of what the network said
 
 
 @dataclass(frozen=True)
@@ -152,8 +151,8 @@ class Grid:
         elif math.isinf(self.spacing):
             times = process.t_of_lam(low + share * (lam - low))
         else:
-            most, least = (math.exp(-v / self.spacing) for v in (low, lam))
-            times = process.t_of_lam(-self.spacing * (most + share * (least - most)).log())
+            near, far = (math.exp(-v / self.spacing) for v in (lam, low))
+            times = process.t_of_lam(-self.spacing * (far + share * (near - far)).log())
         times[0] = first
         if steps > 1:
             times[-1] = last
