@@ -227,7 +227,7 @@ def test_comparisons_that_cannot_be(
         ("calibrate --nfe 1,8 -o x", "fitted to 2 to 500 evaluations, not 1"),
         ("calibrate --nfe 8 --trajectories 8 -o x", "32 trajectories or more, not 8"),
         ("calibrate --calibration CAL -o x", "say for how many evaluations with --nfe"),
-        ("calibrate --calibration CAL --data IMAGES --nfe 8 -o x", "--data and --calibration are two sources"),
+        ("calibrate --calibration CAL --data IMAGES --nfe 8 -o x", "--data and --calibration are"),
         ("samplers --nfe 1", "fitted to 2 to 500 evaluations, not 1"),
         ("samplers --trajectories 2", "8 trajectories or more, not 2"),
         ("samplers --figure x.gif", ".png, .svg or .pdf"),
