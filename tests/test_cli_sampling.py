@@ -129,6 +129,44 @@ def test_evaluate_writes_what_it_prints(model, images, calibration, tmp_path):
     refused(trueup_command(*other, "--reference", reference), "made with pixels")
 
 
+def test_a_fitted_solver_is_used_where_there_is_one(model, images, calibration, tmp_path):
+    out, base = tmp_path / "s.trueup.safetensors", ("calibrate", model, "--trajectories", 32, "--nfe")
+    done = trueup_command(*base, 4, "-o", out)
+    assert done.returncode == 0, done.stderr
+    assert "nothing was measured: the network is left as it is, with 1 solver for it." in done.stdout
+    assert not Path(f"{out}.run").exists()
+    assert [solver.nfe for solver in trueup.load(out).solvers] == [4]
+    more = tmp_path / "m.trueup.safetensors"
+    done = trueup_command(*base, "3,4", "--calibration", calibration, "-o", more, "--json", "--quiet")
+    said = json.loads(done.stdout)
+    assert [solver["nfe"] for solver in said["solvers"]] == [3, 4]
+    assert said["images"] == trueup.load(calibration).evidence.images
+    assert trueup.load(more).identity == trueup.load(calibration).identity
+    for nfe, solver in ((4, "fitted"), (5, "dpm-solver-3")):
+        folder = ("-n", 1, "--nfe", nfe, "-o", tmp_path / f"{nfe}.npz")
+        drawn = trueup_command("sample", model, "--calibration", more, *folder)
+        assert f"{solver} in {nfe} evaluations" in drawn.stderr
+    none = trueup_command("sample", model, "--calibration", more, *folder, "--solver", "fitted", "--force")
+    refused(none, "no solver for 5 evaluations: this calibration has those for 3 evaluations, 4 evaluations")
+    found = trueup_command("samplers", model, "--calibration", more, "--nfe", "4", "--trajectories", 8)
+    assert found.returncode == 0, found.stderr
+    assert "DPM-Solver++ 2M" in found.stdout
+    assert "fitted           fitted" in found.stdout
+    assert "verdict: 4 evaluations: " in found.stdout
+    measured = ("--data", images, "--features", "pixels", "-n", 8, "--solver", "fitted", "--nfe", 4)
+    compared = trueup_command("evaluate", model, "--calibration", more, *measured, "--no-loss", "--json")
+    assert json.loads(compared.stdout)["rows"][0]["solver"] == "fitted"
+
+
+def test_samples_judge_unless_they_are_left_out(model, images, tmp_path):
+    base = ("check", model, "--data", images, "--images", 30, "--json", "--quiet")
+    seen, left_out = (json.loads(trueup_command(*base, *more).stdout) for more in ((), ("--no-samples",)))
+    assert seen["samples"]["trajectories"] == 64
+    assert set(seen["samples"]["miss"]) == {"none", "sqrt", "response"}
+    assert left_out["samples"] is None
+    assert left_out["gains"] == "sqrt"
+
+
 def test_generated_images_make_a_calibration(model, tmp_path):
     out = tmp_path / "g.trueup.safetensors"
     base = ("calibrate", model, "--generated", 24, "--generate-nfe", 3, "-o", out)

@@ -16,8 +16,9 @@ _OVERVIEW = """examples:
   trueup demo                                          see the point, on a model that comes with trueup
   trueup calibrate bundled:raw --data bundled:images -o raw.trueup.safetensors
 
-Trues up trained diffusion models: measures how a network misses at every noise level, and writes the
-correction as one small file that trueup.attach puts on the model. `trueup COMMAND --help` says more.
+Trues up trained diffusion models: measures how a network misses at every noise level, fits solvers for few
+steps to it, and writes both as one small file that trueup.attach puts on the model. `trueup COMMAND --help`
+says more.
 """
 _CALIBRATE = """examples:
   trueup calibrate bundled:raw --data bundled:images --images 100 -o raw.trueup.safetensors
@@ -33,8 +34,8 @@ _CHECK = """examples:
   trueup check bundled:ema --data bundled:images --images 50 --fail-above 0.01 --quiet
 
 Says how miscalibrated MODEL is, and whether it is being used as it was trained: wrong range, BGR, another
-prediction type or schedule are named, with exit code 2. Writes nothing. Exits with 1 if --fail-above is
-surely exceeded.
+prediction type or schedule are named, with exit code 2. Draws a few samples to see whether correcting it
+brings them closer to the data. Writes nothing. Exits with 1 if --fail-above is surely exceeded.
 """
 _SAMPLE = """examples:
   trueup sample bundled:raw -n 16 --solver dpm-solver-3 --nfe 20 -o before.png
@@ -42,7 +43,8 @@ _SAMPLE = """examples:
 
 Draws samples: a folder of PNGs, a grid if the name ends in .png, arrays if it ends in .npz. Image i of a seed
 starts from the same noise whatever else is asked for, so that samples with and without a calibration compare.
-Interrupted, the same command goes on where it was.
+If the calibration has a solver fitted for --nfe evaluations, that draws them. Interrupted, the same command
+goes on where it was.
 """
 _EVALUATE = """examples:
   trueup evaluate bundled:raw --calibration raw.trueup.safetensors --data bundled:images --features pixels
@@ -81,7 +83,8 @@ _DEMO = """examples:
   trueup demo --out /tmp/trueup-demo --seed 1
 
 Calibrates the raw last weights of a small Fashion-MNIST model, samples before and after with the same seeds,
-and writes the calibration and one picture: uncalibrated, shift, spectral, and the EMA weights beside them.
+and writes the calibration and one picture: uncalibrated, shift, spectral, the fitted solver in few steps, and
+the EMA weights beside them.
 """
 
 
@@ -132,8 +135,9 @@ _CURVES = "draw the size of the mean residual over time, the paper's figure 1 (.
 _FIGURE: dict[str, Any] = {"type": typed.picture, "metavar": "FILE", "help": _CURVES}
 _DEVICES = ("auto", "cpu", "cuda", "mps")
 _SOLVERS = f"{', '.join(NAMES)}, {OR_A_CLASS}"
-_DEFAULT = f"{_SOLVERS} (default: dpm-solver-3)"
-_FITTED = f"{_SOLVERS} (default: the calibration's own for --nfe, else dpm-solver-3)"
+_OWN = "fitted (the calibration's own for --nfe)"
+_DEFAULT = f"{_OWN}, {_SOLVERS} (default: dpm-solver-3)"
+_FITTED = f"{_OWN}, {_SOLVERS} (default: fitted where there is one, else dpm-solver-3)"
 _NUMBERS = "numbers of evaluations (default: 5,8,10,20)"
 _NFE = "evaluations of the network per sample, at most (default: 20); adaptive solvers decide themselves"
 _MADE = "what `calibrate` wrote"
@@ -156,13 +160,11 @@ def parser() -> _Parser:
     data.add_argument("--generate-nfe", **_COUNT, default=50, help="evaluations for each (default: 50)")
     _add_model(calibrate)
     _add_fit(calibrate)
-    left_out = "do not draw samples to judge the correction by, and save their time"
-    calibrate.add_argument("--no-samples", dest="judged", action="store_false", help=left_out)
     few = calibrate.add_argument_group("solvers")
     wanted = "fit solvers for so many evaluations; alone, without --data, the solvers only"
     few.add_argument("--nfe", type=typed.counts, metavar="N,M,..", help=wanted)
     few.add_argument("--calibration", **_FILE, help="instead of --data: add solvers to what this file has")
-    many = "that solvers are fitted to (default: 128)"
+    many = "samples that solvers are fitted to (default: 128)"
     few.add_argument("--trajectories", **_COUNT, default=128, help=many)
     _add_labels(few)
     _add_guidance(few)
@@ -176,12 +178,11 @@ def parser() -> _Parser:
     surely = "exit with 1 if calibrating would surely gain more than X bits/dim of the likelihood bound"
     check.add_argument("--fail-above", type=typed.positive_float, metavar="X", help=surely)
     check.add_argument("--figure", **_FIGURE)
-    check.add_argument("--no-samples", dest="judged", action="store_false", help=left_out)
 
     samplers = command("samplers", _SAMPLERS, "which sampler and schedule for a model")
     samplers.add_argument("--nfe", type=typed.counts, default=[5, 8, 10, 20], metavar="N,M,..", help=_NUMBERS)
     samplers.add_argument("--calibration", **_FILE, help=f"{_MADE}: its solvers are compared as well")
-    samplers.add_argument("--trajectories", **_COUNT, default=32, help="to compare on (default: 32)")
+    samplers.add_argument("--trajectories", **_COUNT, default=32, help="samples to compare on (default: 32)")
     plotted = "draw error against evaluations (.png, .svg or .pdf)"
     samplers.add_argument("--figure", type=typed.picture, metavar="FILE", help=plotted)
     _add_labels(samplers)
@@ -201,7 +202,7 @@ def parser() -> _Parser:
 
     evaluate = command("evaluate", _EVALUATE, "compare samples with and without a calibration")
     evaluate.add_argument("--calibration", required=True, **_FILE, help=_MADE)
-    evaluate.add_argument("--solver", **_LIST, default=["dpm-solver-3"], help=f"{_DEFAULT}, or fitted")
+    evaluate.add_argument("--solver", **_LIST, default=["dpm-solver-3"], help=_DEFAULT)
     evaluate.add_argument("--nfe", type=typed.counts, default=[20], metavar="N,M,..", help=_NFE)
     evaluate.add_argument("-n", "--samples", **_COUNT, default=1000, help="default: 1000")
     _add_data(evaluate, images=10000)
@@ -302,6 +303,8 @@ def _add_fit(parser: _Parser) -> None:
     fit = parser.add_argument_group("calibration")
     fit.add_argument("--family", choices=("spectral", "shift", "none"), default="spectral")
     fit.add_argument("--estimator", choices=("shrunk", "regressed", "paired", "plain"), default="shrunk")
+    left_out = "draw no samples to judge the correction by, and save their time"
+    fit.add_argument("--no-samples", dest="judged", action="store_false", help=left_out)
 
 
 def _add_labels(group: Any) -> None:
