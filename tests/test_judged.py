@@ -65,6 +65,10 @@ def test_samples_that_surely_get_closer():
     assert lines[row + 1].replace("±", "+-") in as_text(cal, plain=True)
 
 
+def test_a_miss_below_zero_is_none():
+    assert "they miss it by 0.2 -> 0 nats" in judged(told(after=-0.001)).verdict()
+
+
 def test_samples_that_may_have_been_lucky_come_with_advice():
     cal = judged(told(after=0.19))
     said = "Samples do not surely get closer to the data: they miss it by 0.2 -> 0.19 nats a coefficient"
@@ -137,6 +141,10 @@ def test_a_solver_s_line_has_its_miss_of_the_data():
         "(of the limit 0.02)"
     )
     assert "miss" not in solver.summary()
+    how = {**solver.provenance, "fitted": "states brought to the data's moments"}
+    restored = replace(solver, evidence={**seen, "miss": -0.001}, provenance=how).summary()
+    assert ", even in log-SNR, states brought to the data's moments; " in restored
+    assert "0.3 -> 0 nats" in restored
 
 
 def test_what_samples_said_is_kept(tmp_path):

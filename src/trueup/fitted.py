@@ -136,17 +136,19 @@ class FittedSolver:
     def summary(self) -> str:
         """What it is for and what fitting did, in a line."""
         text = f"solver for {self.purpose}: {self.provenance.get('base', 'a rule')}"
-        text += ", as it is" if self.empty else ", fitted"
+        text += ", as it is" if self.empty else f", {self.provenance.get('fitted', 'fitted')}"
         text += self._told("whitened error to the limit", "error")
         text += self._told("miss of the data's bands", "miss", " nats a coefficient")
         limit = self.evidence.get("limit_miss", math.nan)
-        return text if math.isnan(limit) else f"{text} (of the limit {limit:.2g})"
+        return text if math.isnan(limit) else f"{text} (of the limit {max(limit, 0.0):.2g})"
 
     def _told(self, what: str, name: str, unit: str = "") -> str:
+        # A miss is unbiased, and may come out below 0.
         before, after = (self.evidence.get(key, math.nan) for key in (f"{name}_base", name))
         if math.isnan(after):
             return ""
-        return f"; {what} " + ("" if math.isnan(before) else f"{before:.2g} -> ") + f"{after:.2g}{unit}"
+        first = "" if math.isnan(before) else f"{max(before, 0.0):.2g} -> "
+        return f"; {what} {first}{max(after, 0.0):.2g}{unit}"
 
     def remembered(self, i: int, output: Tensor, x: Tensor, parametrization: Parametrization) -> Tensor:
         """What the network said at level i, as eps or x0."""
@@ -256,7 +258,8 @@ def unpack(
     offset[..., coefficients] = tensors[f"{name}.offset"].double()
     (guidance,) = numbers([meta.get("guidance")], "guidance", -1e4, 1e4)
     evidence, provenance = (part(meta, key, dict) for key in ("evidence", "provenance"))
-    if len(evidence) > _MOST or not isinstance(provenance.get("base", ""), str):
+    words = (provenance.get(key, "") for key in ("base", "fitted"))
+    if len(evidence) > _MOST or not all(isinstance(text, str) for text in words):
         raise ArtifactError(f"what {name} says of itself makes no sense")
     made = FittedSolver(
         nfe,

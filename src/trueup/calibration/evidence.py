@@ -96,7 +96,8 @@ class SampleEvidence:
         change = self.changed_by(gains)
         if change is None:
             return _UNJUDGED
-        moved = f"{before.value:.2g} -> {self.misses[gains].value:.2g} {_MISS}"
+        # A miss is unbiased, and may come out below 0.
+        moved = f"{max(before.value, 0.0):.2g} -> {max(self.misses[gains].value, 0.0):.2g} {_MISS}"
         sure = "" if math.isnan(change.low) else f", {change.low:+.2g} to {change.high:+.2g}"
         if change.sign < 0:
             return f"Samples get closer to the data: they miss it by {moved}{sure}."
