@@ -24,7 +24,7 @@ from trueup.fitting.teacher import INTERVALS, Teacher
 from trueup.hf import as_denoiser
 from trueup.noise import check_seed, mix
 from trueup.progress import Progress
-from trueup.sampling.draw import network_for
+from trueup.sampling.draw import check_labels, network_for
 from trueup.sampling.fitted import follow
 from trueup.sampling.network import Network
 from trueup.statistics import Number
@@ -65,7 +65,10 @@ def fit_solver(
     check_seed(seed)
     denoiser = as_denoiser(model)
     denoiser.check_bare()
-    found = Calibration.without_data(denoiser) if calibration is None else as_calibration(calibration)
+    if calibration is None:
+        found = Calibration.without_data(denoiser, check_labels(denoiser, labels, guidance))
+    else:
+        found = as_calibration(calibration)
     numbers = checked_numbers(nfe)
     corrected = Attachment(denoiser, found) if not found.empty else nullcontext()
     fitter = Fitter(denoiser, found, trajectories, labels, guidance, seed, progress, numbers)
