@@ -139,7 +139,8 @@ def samplers(
     solvers = [(number, *one) for number in numbers for one in _solvers(denoiser, found, number, network)]
     total = trajectories * (intervals + 1 + sum(number for number, *_ in solvers))
     rows = []
-    corrected = Attachment(denoiser, found) if found is not None and not found.empty else None
+    attachment = None if found is None else Attachment(denoiser, found)  # or say that it belongs elsewhere
+    corrected = None if found is None or found.empty else attachment
     with corrected or nullcontext(), Progress(total, "comparing samplers", show=progress) as bar:
         network.advance = bar.update
         teacher = Teacher.of(network, network.seed, intervals=intervals, keep=False)

@@ -70,7 +70,8 @@ def fit_solver(
     else:
         found = as_calibration(calibration)
     numbers = checked_numbers(nfe)
-    corrected = Attachment(denoiser, found) if not found.empty else nullcontext()
+    attachment = Attachment(denoiser, found)  # or say that it belongs to another model
+    corrected = nullcontext() if found.empty else attachment
     fitter = Fitter(denoiser, found, trajectories, labels, guidance, seed, progress, numbers)
     settings = {**denoiser.identity(), **fitter.origin, "calibration": found.identity, "guidance": guidance}
     kept_run = Kept(run, {**settings, "labels": told(labels), "intervals": fitter.intervals})
