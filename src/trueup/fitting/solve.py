@@ -75,15 +75,16 @@ def fit_solver(
     fitter = Fitter(denoiser, found, trajectories, labels, guidance, seed, progress, numbers)
     settings = {**denoiser.identity(), **fitter.origin, "calibration": found.identity, "guidance": guidance}
     kept_run = Kept(run, {**settings, "labels": told(labels), "intervals": fitter.intervals})
-    made = [solver for solver in kept_run.solvers(found) if solver.nfe in numbers]
-    left = [number for number in numbers if number not in {solver.nfe for solver in made}]
-    if left:
-        with corrected, fitter:
-            fitter.start(kept_run)
-            for number in left:
-                made.append(fitter.fit(number))
-                kept_run.keep_solvers(found, made)
-    kept_run.clear()
+    with kept_run:
+        made = [solver for solver in kept_run.solvers() if solver.nfe in numbers]
+        left = [number for number in numbers if number not in {solver.nfe for solver in made}]
+        if left:
+            with corrected, fitter:
+                fitter.start(kept_run)
+                for number in left:
+                    made.append(fitter.fit(number))
+                    kept_run.keep_solvers(found, made)
+        kept_run.clear()
     for solver in made:
         solver.provenance.pop("run", None)
     new = {(solver.nfe, solver.guidance) for solver in made}
