@@ -144,6 +144,7 @@ def samplers(
     with corrected or nullcontext(), Progress(total, "comparing samplers", show=progress) as bar:
         network.advance = bar.update
         teacher = Teacher.of(network, network.seed, intervals=intervals, keep=False)
+        teacher.check_varied(seen(teacher.samples, denoiser))
         for number, name, grid, solver in solvers:
             error = _error(solver, network, number, teacher)
             if error is not None:

@@ -132,6 +132,7 @@ class Fitter:
             kept.keep_teacher(teacher)
         teacher = teacher.to(self.denoiser.device)
         shown = seen(teacher.samples, self.denoiser)
+        teacher.check_varied(shown)
         self.limit = None if self.data is None else self.data.miss(shown).number
         self.fitting = teacher.rows(slice(0, self.fitted_to))
         # Moments of few samples say little, and restoring them fits little: then all are looked at.
