@@ -79,14 +79,14 @@ class Samplers:
         errors = {(row.sampler, row.grid, row.nfe): row.error for row in self.rows}
         network = f"{self.model}, {'calibrated' if self.calibrated else 'as it is'}"
         lines = [f"samplers of {network}: distance to its own limit, {self.trajectories} trajectories", ""]
-        lines.append(f"{'':34}" + "".join(f"{nfe:>18}" for nfe in self.numbers))
+        lines.append(f"{'':34}" + "".join(f"{nfe:>20}" for nfe in self.numbers))
         for sampler, grid in kinds:
             cells = []
             for nfe in self.numbers:
                 error = errors.get((sampler, grid, nfe))
                 mark = "*" if self.best(nfe) == Row(sampler, grid, nfe, error or Number(0.0)) else " "
                 cells.append("-" if error is None else f"{error.value:.3g} ± {error.reach:.2g}{mark}")
-            lines.append(f"{sampler:16} {grid:17}" + "".join(f"{cell:>18}" for cell in cells))
+            lines.append(f"{sampler:16} {grid:17}" + "".join(f"{cell:>20}" for cell in cells))
         lines += ["", "distance: squared error to the many-step limit from the same noise over the limit's"]
         lines.append("variance, every frequency band in its own units, ± 95%; * the nearest")
         return "\n".join([*lines, f"verdict: {self.verdict()}"])
