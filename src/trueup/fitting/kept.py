@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from trueup.calibration import Calibration, load
-from trueup.calibration.solver import FittedSolver
 from trueup.errors import ArtifactError
 from trueup.files import Folder, load_as, save_tensors
+from trueup.fitted import FittedSolver
 from trueup.fitting.teacher import Teacher
 
 KIND = "fine trajectories"

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from trueup.calibration import Attachment, Calibration, as_calibration
-from trueup.calibration.solver import FittedSolver
 from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
+from trueup.fitted import FittedSolver
 from trueup.fitting.judge import Miss, Moments, seen
 from trueup.fitting.kept import Kept
 from trueup.fitting.regress import fitted, restored
