@@ -170,7 +170,8 @@ def test_a_network_of_whole_timesteps_is_asked_at_these_alone():
 NONSENSE = {
     "nan": (lambda x, t: x * math.nan, "the network diverges even in small steps"),
     "growing": (lambda x, t: x * 1e9, "the network diverges even in small steps"),
-    "huge": (lambda x, t: torch.full_like(x, 1e15), "all samples of this network look the same"),
+    "huge": (lambda x, t: torch.full_like(x, 1e15), "the network diverges even in small steps"),
+    "beyond": (lambda x, t: torch.full_like(x, 1e4), "all samples of this network look the same"),
 }
 
 
