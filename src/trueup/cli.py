@@ -58,7 +58,8 @@ def _phrased(error: TrueupError, options: argparse.Namespace) -> str:
 
 def _kept(run: Path) -> str:
     """How to go on after an interruption."""
-    if any(any(run.glob(f"**/{name}")) for name in ("checkpoint.safetensors", "samples.json", "samplers.*")):
+    kept = ("checkpoint.safetensors", "samples.json", "trajectories.safetensors", "solvers.*.safetensors")
+    if any(any(run.glob(f"**/{name}")) for name in kept):
         return f"; what was done is kept in {printable(str(run))}: run the same command again to go on"
     return ", before anything was done"
 

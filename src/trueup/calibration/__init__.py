@@ -4,7 +4,7 @@ from trueup.calibration.attachment import Attachment, as_calibration, attach, de
 from trueup.calibration.calibration import Calibration, load
 from trueup.calibration.correction import GAINS, Correction, Innovation
 from trueup.calibration.evidence import Evidence
-from trueup.calibration.solver import FittedSolver
+from trueup.fitted import FittedSolver
 
 __all__ = ["GAINS", "Attachment", "Calibration", "Correction", "Evidence", "FittedSolver", "Innovation"]
 __all__ += ["as_calibration", "attach", "detach", "load"]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from trueup.calibration import Calibration, load
-from trueup.calibration.solver import FittedSolver
 from trueup.errors import ArtifactError
 from trueup.files import Folder, load_as, save_tensors
+from trueup.fitted import FittedSolver
 from trueup.fitting.teacher import Teacher
 
 KIND = "fine trajectories"
@@ -31,6 +31,13 @@ class Kept:
         self.folder = None if run is None else Folder(run)
         text = json.dumps(settings, sort_keys=True, default=str)
         self.key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def __enter__(self) -> Kept:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.folder is not None:
+            self.folder.release()
 
     def teacher(self) -> Teacher | None:
         """The trajectories, if they are those of the same settings."""
@@ -60,7 +67,7 @@ class Kept:
         tensors = {name: value.float().cpu().contiguous() for name, value in parts.items()}
         save_tensors(path, KIND, {"key": self.key}, {**tensors, "lam": teacher.lam.cpu()})
 
-    def solvers(self, calibration: Calibration) -> list[FittedSolver]:
+    def solvers(self) -> list[FittedSolver]:
         """The solvers made so far with the same settings."""
         path = self._path(SOLVERS)
         if path is None or not path.exists():

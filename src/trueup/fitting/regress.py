@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from trueup.bands import Bands
-from trueup.calibration.solver import FittedSolver
-from trueup.fitted import MEMORY
+from trueup.fitted import MEMORY, FittedSolver
 from trueup.fitting.judge import Moments, dct_of
 from trueup.fitting.teacher import Teacher
 from trueup.sampling.network import Network

@@ -79,14 +79,14 @@ class Samplers:
         errors = {(row.sampler, row.grid, row.nfe): row.error for row in self.rows}
         network = f"{self.model}, {'calibrated' if self.calibrated else 'as it is'}"
         lines = [f"samplers of {network}: distance to its own limit, {self.trajectories} trajectories", ""]
-        lines.append(f"{'':34}" + "".join(f"{nfe:>18}" for nfe in self.numbers))
+        lines.append(f"{'':34}" + "".join(f"{nfe:>20}" for nfe in self.numbers))
         for sampler, grid in kinds:
             cells = []
             for nfe in self.numbers:
                 error = errors.get((sampler, grid, nfe))
                 mark = "*" if self.best(nfe) == Row(sampler, grid, nfe, error or Number(0.0)) else " "
                 cells.append("-" if error is None else f"{error.value:.3g} ± {error.reach:.2g}{mark}")
-            lines.append(f"{sampler:16} {grid:17}" + "".join(f"{cell:>18}" for cell in cells))
+            lines.append(f"{sampler:16} {grid:17}" + "".join(f"{cell:>20}" for cell in cells))
         lines += ["", "distance: squared error to the many-step limit from the same noise over the limit's"]
         lines.append("variance, every frequency band in its own units, ± 95%; * the nearest")
         return "\n".join([*lines, f"verdict: {self.verdict()}"])
@@ -139,10 +139,12 @@ def samplers(
     solvers = [(number, *one) for number in numbers for one in _solvers(denoiser, found, number, network)]
     total = trajectories * (intervals + 1 + sum(number for number, *_ in solvers))
     rows = []
-    corrected = Attachment(denoiser, found) if found is not None and not found.empty else None
+    attachment = None if found is None else Attachment(denoiser, found)  # or say that it belongs elsewhere
+    corrected = None if found is None or found.empty else attachment
     with corrected or nullcontext(), Progress(total, "comparing samplers", show=progress) as bar:
         network.advance = bar.update
         teacher = Teacher.of(network, network.seed, intervals=intervals, keep=False)
+        teacher.check_varied(seen(teacher.samples, denoiser))
         for number, name, grid, solver in solvers:
             error = _error(solver, network, number, teacher)
             if error is not None:

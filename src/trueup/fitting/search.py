@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trueup.calibration.solver import FittedSolver
+from trueup.fitted import FittedSolver
 from trueup.fitting.judge import seen, whitened
 from trueup.fitting.teacher import Teacher
 from trueup.process import NoiseProcess

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from trueup.calibration import Attachment, Calibration, as_calibration
-from trueup.calibration.solver import FittedSolver
 from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
+from trueup.fitted import FittedSolver
 from trueup.fitting.judge import Miss, Moments, seen
 from trueup.fitting.kept import Kept
 from trueup.fitting.regress import fitted, restored
@@ -70,19 +70,21 @@ def fit_solver(
     else:
         found = as_calibration(calibration)
     numbers = checked_numbers(nfe)
-    corrected = Attachment(denoiser, found) if not found.empty else nullcontext()
+    attachment = Attachment(denoiser, found)  # or say that it belongs to another model
+    corrected = nullcontext() if found.empty else attachment
     fitter = Fitter(denoiser, found, trajectories, labels, guidance, seed, progress, numbers)
     settings = {**denoiser.identity(), **fitter.origin, "calibration": found.identity, "guidance": guidance}
     kept_run = Kept(run, {**settings, "labels": told(labels), "intervals": fitter.intervals})
-    made = [solver for solver in kept_run.solvers(found) if solver.nfe in numbers]
-    left = [number for number in numbers if number not in {solver.nfe for solver in made}]
-    if left:
-        with corrected, fitter:
-            fitter.start(kept_run)
-            for number in left:
-                made.append(fitter.fit(number))
-                kept_run.keep_solvers(found, made)
-    kept_run.clear()
+    with kept_run:
+        made = [solver for solver in kept_run.solvers() if solver.nfe in numbers]
+        left = [number for number in numbers if number not in {solver.nfe for solver in made}]
+        if left:
+            with corrected, fitter:
+                fitter.start(kept_run)
+                for number in left:
+                    made.append(fitter.fit(number))
+                    kept_run.keep_solvers(found, made)
+        kept_run.clear()
     for solver in made:
         solver.provenance.pop("run", None)
     new = {(solver.nfe, solver.guidance) for solver in made}
@@ -131,6 +133,7 @@ class Fitter:
             kept.keep_teacher(teacher)
         teacher = teacher.to(self.denoiser.device)
         shown = seen(teacher.samples, self.denoiser)
+        teacher.check_varied(shown)
         self.limit = None if self.data is None else self.data.miss(shown).number
         self.fitting = teacher.rows(slice(0, self.fitted_to))
         # Moments of few samples say little, and restoring them fits little: then all are looked at.

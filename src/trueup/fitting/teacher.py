@@ -59,6 +59,12 @@ class Teacher:
             raise NoLimit(problem, "check its range, prediction and schedule with `trueup check`")
         return cls(noise, network.process.lam(solver.t), states[:-1] if keep else [], samples)
 
+    def check_varied(self, shown: Tensor) -> None:
+        """Raise if samples, as they are shown, are all alike: no error can be told from another."""
+        if not shown.std() > 0:
+            problem = "all samples of this network look the same, so that nothing can be fitted to them"
+            raise ModelError(problem, "check its range, prediction and schedule with `trueup check`")
+
     def to(self, device: torch.device) -> Teacher:
         """On another device."""
         states = [x.to(device) for x in self.states]
