@@ -170,7 +170,8 @@ def test_a_network_of_whole_timesteps_is_asked_at_these_alone():
 NONSENSE = {
     "nan": (lambda x, t: x * math.nan, "the network diverges even in small steps"),
     "growing": (lambda x, t: x * 1e9, "the network diverges even in small steps"),
-    "huge": (lambda x, t: torch.full_like(x, 1e15), "all samples of this network look the same"),
+    "huge": (lambda x, t: torch.full_like(x, 1e15), "the network diverges even in small steps"),
+    "beyond": (lambda x, t: torch.full_like(x, 1e2), "all samples of this network look the same"),
 }
 
 
@@ -760,7 +761,7 @@ PHASES = 7 * torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(1))
 
 def noisy(eps, u, lam):
     """An error that nothing linear predicts, the same at every call."""
-    return 0.5 * torch.sin(5 * u + PHASES)
+    return 0.3 * torch.sin(2 * u + PHASES)
 
 
 @pytest.fixture(scope="module")
@@ -792,7 +793,7 @@ def test_what_samples_said_is_what_samples_say(excess):
     denoiser, cal = excess
     mean = cal.data_mean.reshape(1, 8, 8).numpy()
     for form in ("none", "sqrt"):
-        x = trueup.sample(denoiser, 256, nfe=60, seed=5, calibration=replace(cal, gains=form), **QUIET)
+        x = draw(denoiser, DPMSolver(3, end=1e-3), 256, 5, nfe=60, calibration=replace(cal, gains=form))
         z = dctn(x.double().numpy(), axes=(2, 3), norm="ortho")
         nats = []
         for band in range(BANDS.count):
@@ -802,7 +803,7 @@ def test_what_samples_said_is_what_samples_say(excess):
             off = ((z[:, 0].mean(0) - mean[0])[where] ** 2).mean() - ratio * v / 256 - v / cal.data_images
             nats.append(0.5 * off / v + 0.5 * (ratio - 1 - math.log(ratio)))
         value, low, high = cal.provenance["samples"]["miss"][form]
-        assert abs(np.mean(nats) - value) < 2 * (high - low)
+        assert abs(np.mean(nats) - value) < high - low
 
 
 def test_what_samples_said_is_kept_in_the_file(excess, tmp_path):
