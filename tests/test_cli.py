@@ -113,7 +113,7 @@ def test_help_opens_with_two_examples_the_parser_takes(command):
 
 def test_more_images_are_added_without_redoing_the_first(model, images, tmp_path):
     out, all_at_once = tmp_path / "x", tmp_path / "y"
-    base = ("calibrate", model, "--data", images, "--trust", "--quiet", "--batch-size", 10)
+    base = ("calibrate", model, "--data", images, "--trust", "--quiet", "--batch-size", 10, "--no-samples")
     assert trueup_command(*base, "-o", out, "--images", 20).returncode == 0
     run = Path(f"{out}.run") / "checkpoint.safetensors"
     first = run.stat().st_mtime_ns
@@ -156,7 +156,7 @@ def stopped(name, *arguments):
 
 def test_a_killed_run_goes_on_and_ends_the_same(model, images, tmp_path):
     out, whole = tmp_path / "x", tmp_path / "whole"
-    base = ("calibrate", model, "--data", images, "--trust", "--quiet", "--batch-size", 4)
+    base = ("calibrate", model, "--data", images, "--trust", "--quiet", "--batch-size", 4, "--no-samples")
     assert trueup_command(*base, "-o", whole).returncode == 0
     checkpoint = Path(f"{out}.run") / "checkpoint.safetensors"
     sizes = []

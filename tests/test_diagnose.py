@@ -9,6 +9,7 @@ import torch
 import trueup
 import trueup.analytic
 from trueup.errors import Argument, ModelError
+from trueup.estimate import measure
 from trueup.estimate.diagnose import diagnose
 from trueup.files import BUNDLED
 from trueup.hf import as_denoiser
@@ -212,4 +213,4 @@ def test_python_refuses_misuse_too(ema):
         ModelError, match=r'fit a noise prediction.*Denoiser\(..., "noise", ...\) \(or pass trust=True'
     ):
         trueup.calibrate(wrong, images, levels=[500], progress=False)
-    trueup.calibrate(wrong, images, levels=[500], trust=True, progress=False)
+    assert measure(wrong, images, levels=[500], trust=True, progress=False).images == 32
