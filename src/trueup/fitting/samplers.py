@@ -169,7 +169,7 @@ def _solvers(
             found.append((name, "its own", as_solver(name, denoiser)))
     there = () if calibration is None else calibration.solvers
     fitted = [made for made in there if made.is_for(nfe, network.guidance)]
-    return found + [("fitted", "fitted", Fitted(made)) for made in fitted]
+    return found + [("fitted", "its own", Fitted(made)) for made in fitted]
 
 
 def _error(solver: Any, network: Network, nfe: int, teacher: Teacher) -> Number | None:
