@@ -129,32 +129,12 @@ def test_evaluate_writes_what_it_prints(model, images, calibration, tmp_path):
     refused(trueup_command(*other, "--reference", reference), "made with pixels")
 
 
-def test_a_fitted_solver_is_used_where_there_is_one(model, images, calibration, tmp_path):
-    out, base = tmp_path / "s.trueup.safetensors", ("calibrate", model, "--trajectories", 32, "--nfe")
-    done = trueup_command(*base, 4, "-o", out)
-    assert done.returncode == 0, done.stderr
-    assert "nothing was measured: the network is left as it is, with 1 solver for it." in done.stdout
-    assert not Path(f"{out}.run").exists()
-    assert [solver.nfe for solver in trueup.load(out).solvers] == [4]
-    more = tmp_path / "m.trueup.safetensors"
-    done = trueup_command(*base, "3,4", "--calibration", calibration, "-o", more, "--json", "--quiet")
-    said = json.loads(done.stdout)
-    assert [solver["nfe"] for solver in said["solvers"]] == [3, 4]
-    assert said["images"] == trueup.load(calibration).evidence.images
-    assert trueup.load(more).identity == trueup.load(calibration).identity
-    for nfe, solver in ((4, "fitted"), (5, "dpm-solver-3")):
-        folder = ("-n", 1, "--nfe", nfe, "-o", tmp_path / f"{nfe}.npz")
-        drawn = trueup_command("sample", model, "--calibration", more, *folder)
-        assert f"{solver} in {nfe} evaluations" in drawn.stderr
-    none = trueup_command("sample", model, "--calibration", more, *folder, "--solver", "fitted", "--force")
-    refused(none, "no solver for 5 evaluations: this calibration has those for 3 evaluations, 4 evaluations")
-    found = trueup_command("samplers", model, "--calibration", more, "--nfe", "4", "--trajectories", 8)
-    assert found.returncode == 0, found.stderr
-    assert "DPM-Solver++ 2M" in found.stdout
-    assert "fitted           fitted" in found.stdout
-    assert "verdict: 4 evaluations: " in found.stdout
+def test_a_fitted_solver_is_evaluated_by_name(model, images, calibration, tmp_path):
+    out = tmp_path / "s.trueup.safetensors"
+    base = ("calibrate", model, "--trajectories", 32, "--nfe", 4, "--calibration", calibration)
+    assert trueup_command(*base, "-o", out, "--quiet").returncode == 0
     measured = ("--data", images, "--features", "pixels", "-n", 8, "--solver", "fitted", "--nfe", 4)
-    compared = trueup_command("evaluate", model, "--calibration", more, *measured, "--no-loss", "--json")
+    compared = trueup_command("evaluate", model, "--calibration", out, *measured, "--no-loss", "--json")
     assert json.loads(compared.stdout)["rows"][0]["solver"] == "fitted"
 
 
@@ -260,15 +240,6 @@ def test_comparisons_that_cannot_be(
         ("evaluate --data IMAGES --calibration CAL --features :x", "no features are called ':x'"),
         ("evaluate --data IMAGES --calibration CAL --weights CAL", "--weights are those of inception"),
         ("evaluate --data IMAGES --calibration CAL --nfe 20,1", "at least 3 evaluations, not 1"),
-        ("sample --solver fitted --nfe 8 -o x", "a fitted solver is part of a calibration"),
-        ("calibrate -o x", "or --nfe to fit solvers alone"),
-        ("calibrate --nfe 1,8 -o x", "fitted to 2 to 500 evaluations, not 1"),
-        ("calibrate --nfe 8 --trajectories 8 -o x", "32 trajectories or more, not 8"),
-        ("calibrate --calibration CAL -o x", "say for how many evaluations with --nfe"),
-        ("calibrate --calibration CAL --data IMAGES --nfe 8 -o x", "--data and --calibration are"),
-        ("samplers --nfe 1", "fitted to 2 to 500 evaluations, not 1"),
-        ("samplers --trajectories 2", "8 trajectories or more, not 2"),
-        ("samplers --figure x.gif", ".png, .svg or .pdf"),
         ("calibrate --generated 10 --generate-nfe 2 -o x", "at least 3 evaluations, not 2"),
     ],
 )

@@ -113,8 +113,8 @@ def test_the_limit_of_gaussian_data_is_the_exact_map_of_the_noise(flow):
     process, teacher = flow
     assert torch.equal(teacher.noise, normal(5, torch.arange(16), -1, (1, 2, 2), CPU))
     off = teacher.samples - exact(process, teacher.noise.double(), None)
-    # 40 steps of third order; the last one leaves out what is left of the data's spread, (sigma/STD)^2 / 2.
-    assert float(off.abs().max()) < 2e-3 * STD
+    # 32 steps of third order; the last one leaves out what is left of the data's spread, (sigma/STD)^2 / 2.
+    assert float(off.abs().max()) < 4e-3 * STD
 
 
 def test_states_on_the_way_are_those_of_the_exact_flow(flow):
@@ -314,12 +314,17 @@ def compare(data, cal, limit):
 
 
 def test_on_fresh_noise_the_fitted_solver_is_better_than_its_base(fits, limit):
+    fitted = 0
     for cal in fits.values():
         assert [made.nfe for made in cal.solvers] == FEW
         for made, errors, before in compare(BLOBS, cal, limit):
+            if made.empty:  # 16 trajectories were not sure
+                continue
+            fitted += 1
             assert made.provenance["fitted"] == "steps fitted to the limit"
             assert Number.mean(errors - before).high < 0
             assert errors.mean() < 0.7 * before.mean()
+    assert fitted >= len(FEW) * len(SEEDS) - 1
 
 
 def test_it_is_never_surely_worse_and_says_where_it_is_not_surely_better():
