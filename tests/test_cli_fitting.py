@@ -132,12 +132,12 @@ def test_samplers_are_compared_in_text_and_as_json(compared):
     said = json.loads(plain.stdout)
     assert said["trajectories"] == 8
     rows = {(row["sampler"], row["grid"], row["nfe"]): row["error"] for row in said["samplers"]}
-    assert {("fitted", "fitted", 3), ("fitted", "fitted", 4), ("DDIM", "Karras", 3)} <= {*rows}
+    assert {("fitted", "its own", 3), ("fitted", "its own", 4), ("DDIM", "Karras", 3)} <= {*rows}
     lines = drawn.stdout.splitlines()
     assert lines[0].startswith("samplers of UNet2DModel, as it is: distance to its own limit, 8 trajectories")
     (line,) = (text for text in lines if text.startswith("fitted"))
     values = [float(cell.split("±")[0]) for cell in (line[34:54], line[54:])]
-    assert values == pytest.approx([rows["fitted", "fitted", nfe] for nfe in (3, 4)], rel=0.01)
+    assert values == pytest.approx([rows["fitted", "its own", nfe] for nfe in (3, 4)], rel=0.01)
     assert lines[-1] == f"verdict: {said['verdict']}"
 
 

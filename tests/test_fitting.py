@@ -937,7 +937,7 @@ def test_the_fitted_solver_is_among_those_compared(compared):
     assert [row.nfe for row in fitted] == [3, 6]
     assert compared.best(3) is fitted[0]
     assert compared.numbers == [3, 6]
-    assert compared.verdict().startswith("3 evaluations: fitted, fitted; 6 evaluations: ")
+    assert compared.verdict().startswith("3 evaluations: fitted, its own; 6 evaluations: ")
     names = {row.sampler for row in compared.rows}
     assert names >= {"DDIM", "DPM-Solver++ 2M", "DPM-Solver++ 3M", "iPNDM", "unipc", "dpm-solver-3"}
     assert compared.calibrated is False  # there is nothing to correct
