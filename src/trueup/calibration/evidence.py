@@ -87,9 +87,11 @@ class SampleEvidence:
     def verdict(self, gains: str) -> str:
         """What a form of the correction does to samples, in a sentence or two."""
         before = self.misses["none"]
+        if gains == "none" and before.value > min(miss.value for miss in self.misses.values()):
+            return "Nothing is attached for sampling, although samples would be closer to the data with it."
         if gains == "none":
             return (
-                "Samples of the network as it is are as close to the data without it "
+                "Samples of the network as it is are as close to the data "
                 f"({_short(before)} {_MISS}): nothing is attached for sampling, likelihoods keep the gain. "
                 "For few steps, fit a solver (--nfe)."
             )
@@ -98,7 +100,7 @@ class SampleEvidence:
             return _UNJUDGED
         # A miss is unbiased, and may come out below 0.
         moved = f"{max(before.value, 0.0):.2g} -> {max(self.misses[gains].value, 0.0):.2g} {_MISS}"
-        sure = "" if math.isnan(change.low) else f", {change.low:+.2g} to {change.high:+.2g}"
+        sure = "" if math.isnan(change.low) else f" (a change of {change.low:+.2g} to {change.high:+.2g})"
         if change.sign < 0:
             return f"Samples get closer to the data: they miss it by {moved}{sure}."
         return (
