@@ -525,7 +525,7 @@ def test_a_solver_alone_can_be_attached_to_a_conditional_network(tmp_path):
 def interrupted(tmp_path, monkeypatch):
     """The run directory of a fit for 3 and 4 evaluations that was interrupted; `after`: so many solvers."""
 
-    def at(after, **how):
+    def at(after, model=None, **how):
         calls, search = [], solve.search
 
         def until(*args):
@@ -537,7 +537,7 @@ def interrupted(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(solve, "search", until)
             with pytest.raises(KeyboardInterrupt) as caught:
-                fit_solver(blobs(), run=tmp_path / "run", **{**PAIR, **how})
+                fit_solver(model or blobs(), run=tmp_path / "run", **{**PAIR, **how})
         held.append(caught)  # as a notebook does: the traceback keeps the frames
         return tmp_path / "run"
 
@@ -612,6 +612,14 @@ def test_what_another_fit_has_kept_is_not_believed(interrupted, pair):
     run = interrupted(1, seed=9)
     found = fit_solver(blobs(), run=run, **PAIR)
     assert [made.identity for made in found.solvers] == [made.identity for made in pair.solvers]
+
+
+@pytest.mark.parametrize("other", [{"guidance": 2.0}, {"labels": [1, 0]}])
+def test_what_was_kept_for_other_labels_or_guidance_is_not_believed(interrupted, other):
+    denoiser, how = Classes().denoiser(), {**PAIR, "nfe": 3, "labels": [0, 1]}
+    run = interrupted(0, denoiser, **{**how, **other})
+    found, expected = (fit_solver(denoiser, run=where, **how) for where in (run, None))
+    assert found.solver(3).identity == expected.solver(3).identity
 
 
 # The judges
