@@ -41,13 +41,20 @@ FITTED = "fitted"  # the one that a calibration has for a model
 OR_A_CLASS = "or the class of a diffusers scheduler"
 
 
+# What others call it.
+_ALSO = {"epsilon": "noise", "eps": "noise", "sample": "data", "x0": "data", "v_prediction": "velocity"}
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint at the nearest name there is, or nothing.
 
-    >>> did_you_mean("calibrat", ["calibrate", "check"])
-    ', did you mean calibrate?'
+    >>> did_you_mean("calibrat", ["calibrate", "check"]), did_you_mean("epsilon", ["noise", "data"])
+    (', did you mean calibrate?', ', did you mean noise?')
     """
-    near = difflib.get_close_matches(name, list(known), n=1)
+    known = list(known)
+    if _ALSO.get(name) in known:
+        return f", did you mean {_ALSO[name]}?"
+    near = difflib.get_close_matches(name, known, n=1)
     return f", did you mean {near[0]}?" if near else ""
 
 
