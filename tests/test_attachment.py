@@ -719,6 +719,8 @@ def test_a_network_inside_a_larger_compiled_function_is_corrected_and_restored(t
         if backend == "eager":
             raise
         pytest.skip(f"inductor does not run here: {str(error)[:80]}")
+    if backend == "inductor" and not close(before, step(x_t, t), near):
+        pytest.skip("inductor is wrong here about the bare network")  # seen with AVX2 forced on other CPUs
     attachment = Attachment(tiny, cal)
     with attachment:
         assert close(fast(x_t, t), step(x_t, t), near)
