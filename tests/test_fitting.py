@@ -19,8 +19,8 @@ from trueup.errors import MismatchError, ModelError, TrueupError
 from trueup.files import load_tensors, save_tensors
 from trueup.fitting import fit_solver, judge, samplers, solve
 from trueup.fitting.gains import MATERIAL, choose
-from trueup.fitting.judge import Miss, Moments, seen, whitened
 from trueup.fitting.kept import KIND
+from trueup.fitting.moments import Miss, Moments, seen, whitened
 from trueup.fitting.regress import regression, restored
 from trueup.fitting.samplers import Row, Samplers
 from trueup.fitting.teacher import Teacher

@@ -13,7 +13,7 @@ from trueup.errors import DataError, TrueupError
 from trueup.fitting import gains, judge
 from trueup.fitting.calibrating import labels_of
 from trueup.fitting.gains import MATERIAL, choose
-from trueup.fitting.judge import FOLDS, Miss, Moments
+from trueup.fitting.moments import FOLDS, Miss, Moments
 from trueup.images import Images
 from trueup.process import ContinuousVP, DiscreteVP
 from trueup.report import as_json, as_text

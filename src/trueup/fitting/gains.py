@@ -13,7 +13,7 @@ import torch
 
 from trueup.calibration import Attachment, Calibration
 from trueup.denoiser import Denoiser
-from trueup.fitting.judge import Miss, Moments, seen
+from trueup.fitting.moments import Miss, Moments, seen
 from trueup.fitting.teacher import NoLimit, Teacher
 from trueup.noise import mix
 from trueup.progress import Progress

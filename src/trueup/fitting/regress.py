@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trueup.bands import Bands
 from trueup.fitted import MEMORY, FittedSolver
-from trueup.fitting.judge import Moments, dct_of
+from trueup.fitting.moments import Moments, dct_of
 from trueup.fitting.teacher import Teacher
 from trueup.sampling.network import Network
 from trueup.statistics import mean_and_error, threshold

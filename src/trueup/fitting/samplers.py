@@ -15,7 +15,7 @@ from trueup.bands import Bands
 from trueup.calibration import Attachment, Calibration, as_calibration
 from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
-from trueup.fitting.judge import seen, whitened
+from trueup.fitting.moments import seen, whitened
 from trueup.fitting.solve import checked_numbers
 from trueup.fitting.teacher import INTERVALS, Teacher
 from trueup.hf import as_denoiser

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trueup.fitted import FittedSolver
-from trueup.fitting.judge import seen, whitened
+from trueup.fitting.moments import seen, whitened
 from trueup.fitting.teacher import Teacher
 from trueup.process import NoiseProcess
 from trueup.sampling.fitted import follow, plan

@@ -16,8 +16,8 @@ from trueup.calibration import Attachment, Calibration, as_calibration
 from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
 from trueup.fitted import FittedSolver
-from trueup.fitting.judge import Miss, Moments, seen
 from trueup.fitting.kept import Kept
+from trueup.fitting.moments import Miss, Moments, seen
 from trueup.fitting.regress import fitted, restored
 from trueup.fitting.search import error_between, search, search_cost
 from trueup.fitting.teacher import INTERVALS, Teacher
