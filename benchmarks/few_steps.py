@@ -4,6 +4,8 @@
     python benchmarks/few_steps.py ... --part counts      # how many trajectories
     python benchmarks/few_steps.py ... --part gains       # the limit with each form of the gains
     python benchmarks/few_steps.py ... --part variants    # fitted to the limit, or brought to the data
+    python benchmarks/few_steps.py ... --part fourfold    # beside four times the evaluations, uncalibrated
+    python benchmarks/few_steps.py ... --part harm --nfe 3 4 5 7 10 14 20 30 50 70 100   # on other noise
     python benchmarks/few_steps.py ... --part cost        # of a fit, and of a fitted step
 
 Fréchet distances (EfficientNet-lite0 features, not Inception's) to the test images; every cell starts from
@@ -40,7 +42,8 @@ from common import Quality, comparison_parser, finish, load_model, table
 TIME, LOG, KARRAS = Grid("time"), Grid(), Grid(7.0)
 SAMPLERS: list[tuple[str, Any]] = [
     ("ddim", TIME), ("x0-2", LOG), ("x0-3", TIME), ("x0-3", LOG), ("x0-3", KARRAS), ("ipndm-3", TIME),
-    ("ipndm-3", LOG), ("dpm-solver-3", None), ("unipc", None), ("deis", None),
+    ("ipndm-3", LOG), ("dpm-solver-3", None), ("unipc", None), ("unipc", "karras"), ("unipc", "exponential"),
+    ("deis", None), ("deis", "karras"), ("deis", "exponential"),
 ]  # fmt: skip
 NAMES = {"ddim": "DDIM", "x0-2": "DPM-Solver++ 2M", "x0-3": "DPM-Solver++ 3M", "ipndm-3": "iPNDM"}
 
@@ -96,7 +99,27 @@ class Setting:
             return None if made is None else Fitted(made)
         if name not in solvers_for(self.denoiser):
             return None
-        return as_solver(name, self.denoiser)
+        solver = as_solver(name, self.denoiser)
+        if grid is None:
+            return solver
+        scheduler = solver.scheduler
+        return as_solver(
+            type(scheduler).from_config(scheduler.config, **{f"use_{grid}_sigmas": True}), self.denoiser
+        )
+
+    def best_usual(self, calibration, nfe: int) -> list[list]:
+        """[distance, sampler, grid] of the usual samplers, best first."""
+        found = []
+        for name, grid in SAMPLERS:
+            try:
+                solver = self.usual(name, grid, nfe)
+                if solver is not None:
+                    where = grid.name if isinstance(grid, Grid) else grid or "its own"
+                    distance = self.distance(calibration, solver, nfe)
+                    found.append([distance, NAMES.get(name, name), where])
+            except (trueup.TrueupError, ValueError) as error:
+                print(f"{name} {grid} at {nfe}: {error}")
+        return sorted(found)
 
 
 def full_table(setting: Setting, entry: dict, options) -> list[list[str]]:
@@ -111,17 +134,10 @@ def full_table(setting: Setting, entry: dict, options) -> list[list[str]]:
     alone = fit_solver(setting.denoiser, None, nfe=options.nfe, **how)
     entry["gains"], entry["rows"] = setting.calibration.gains, []
     for nfe in options.nfe:
-        usual: dict[str, list] = {"uncalibrated": [], "calibrated": []}
-        for name, grid in SAMPLERS:
-            for kind, calibration in (("uncalibrated", None), ("calibrated", setting.calibration)):
-                try:
-                    solver = setting.usual(name, grid, nfe)
-                    if solver is not None:
-                        found = setting.distance(calibration, solver, nfe)
-                        where = grid.name if isinstance(grid, Grid) else grid or "its own"
-                        usual[kind].append([found, NAMES.get(name, name), where])
-                except (trueup.TrueupError, ValueError) as error:
-                    print(f"{name} {grid} at {nfe}: {error}")
+        usual = {
+            "uncalibrated": setting.best_usual(None, nfe),
+            "calibrated": setting.best_usual(setting.calibration, nfe),
+        }
         solver = fitted.solver(nfe)
         row = {
             "nfe": nfe,
@@ -132,7 +148,7 @@ def full_table(setting: Setting, entry: dict, options) -> list[list[str]]:
             "provenance": solver.provenance,
         }
         entry["rows"].append(row)
-        cells = [f"{b[0]:.1f} ({b[1]}, {b[2]})" for b in (min(usual[kind]) for kind in usual)]
+        cells = [f"{b[0]:.1f} ({b[1]}, {b[2]})" for b in (usual[kind][0] for kind in usual)]
         origin = solver.provenance
         words = f"{origin['base']}; {origin['fitted']}"
         rows.append(
@@ -165,6 +181,41 @@ def counts(setting: Setting, entry: dict, options) -> list[list[str]]:
             entry[f"{nfe}, {n}"] = setting.distance(cal, "fitted", nfe)
             cells.append(f"{entry[f'{nfe}, {n}']:.1f}")
         rows.append([str(nfe), *cells])
+    return rows
+
+
+def fourfold(setting: Setting, entry: dict, options) -> list[list[str]]:
+    """The best usual sampler of the uncalibrated network with four times the evaluations."""
+    rows = [["evaluations", "four times as many, uncalibrated", "**calibrated, fitted**"]]
+    how = {"labels": setting.labels, "trajectories": options.trajectories, "progress": False}
+    fitted = fit_solver(setting.denoiser, setting.calibration, nfe=options.nfe, **how)
+    for nfe in options.nfe:
+        many = setting.best_usual(None, 4 * nfe)
+        entry[str(nfe)] = {"many": many, "fitted": setting.distance(fitted, "fitted", nfe)}
+        best = f"{many[0][0]:.1f} ({many[0][1]}, {many[0][2]})"
+        rows.append([str(nfe), best, f"{entry[str(nfe)]['fitted']:.1f}"])
+        print(rows[-1], flush=True)
+    return rows
+
+
+def harm(setting: Setting, entry: dict, options) -> list[list[str]]:
+    """Every fitted solver beside its own rule and steps, by the judge, on noise it was not fitted to."""
+    rows = [["evaluations", "base", "decided by", "as it is", "fitted", "difference"]]
+    for nfe in options.nfe:
+        how = {"labels": setting.labels, "trajectories": options.trajectories, "progress": False}
+        chosen = fit_solver(setting.denoiser, setting.calibration, nfe=nfe, **how).solver(nfe)
+        bare = replace(chosen, tables=0 * chosen.tables, offset=0 * chosen.offset)
+        calibration, many = setting.calibration, 4 * options.trajectories
+        other = Fitter(setting.denoiser, calibration, many, setting.labels, 1.0, 1, False, [nfe])
+        with Attachment(setting.denoiser, calibration), other:
+            other.start(Kept(None, {}))
+            before, after = other.judged(bare), other.judged(chosen)
+        change = after.less(before)
+        by = "the data's moments" if other.far_from_data else "the limit"
+        entry[str(nfe)] = [before.score, after.score, change.value, change.low, change.high]
+        figures = [f"{before.score:.4f}", f"{after.score:.4f}", f"{change.value:+.4f} ± {change.reach:.4f}"]
+        rows.append([str(nfe), chosen.provenance["base"], by, *figures])
+        print(rows[-1], flush=True)
     return rows
 
 
@@ -234,24 +285,32 @@ def gains(setting: Setting, entry: dict, options) -> list[list[str]]:
     return [[*forms, "chosen"], [*(f"{entry[form]:.2f}" for form in forms), setting.calibration.gains]]
 
 
+PARTS = {
+    "table": full_table,
+    "counts": counts,
+    "gains": gains,
+    "variants": variants,
+    "fourfold": fourfold,
+    "harm": harm,
+    "cost": cost,
+}
+
+
 def main() -> None:
     p = comparison_parser(__doc__)
-    p.add_argument(
-        "--part", choices=["table", "counts", "gains", "cost", "variants"], nargs="+", default=["table"]
-    )
+    p.add_argument("--part", choices=list(PARTS), nargs="+", default=["table"])
     p.add_argument("--labels", metavar="FILE", help=".npy of labels, for conditional networks")
     p.add_argument("--images", type=int, default=500, help="behind the calibrations")
     p.add_argument("--trajectories", type=int, default=128)
     p.add_argument("--nfe", type=int, nargs="+", default=[4, 5, 6, 8, 10, 15, 20])
     options = p.parse_args()
-    parts = {"table": full_table, "counts": counts, "gains": gains, "cost": cost, "variants": variants}
     results: dict = {}
     for path in options.model:
         setting = Setting(path, options)
         for part in options.part:
             entry: dict = {}
             results[f"{path} {part}"] = entry
-            rows = parts[part](setting, entry, options)
+            rows = PARTS[part](setting, entry, options)
             print(
                 f"\n{path}: {options.samples} samples, {options.images} images\n\n{table(rows)}", flush=True
             )

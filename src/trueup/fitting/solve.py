@@ -176,8 +176,7 @@ class Fitter:
         """The best of what was tried for a number of evaluations."""
         bases = self.bases(nfe)
         better = [self.better(base, self.far_from_data) for base in bases]
-        with self._rows(self.held) as network:
-            before, after = ([self._judged(s, network) for s in group] for group in (bases, better))
+        before, after = ([self.judged(solver) for solver in group] for group in (bases, better))
         base = min(range(len(bases)), key=lambda i: before[i].score)
         best = min(range(len(better)), key=lambda i: after[i].score)
         change = after[best].less(before[base])
@@ -197,9 +196,11 @@ class Fitter:
         evidence = {name: v if math.isfinite(v) else math.nan for name, v in evidence.items()}
         return replace(chosen, gains=self.gains, evidence=evidence, provenance=origin)
 
-    def _judged(self, solver: FittedSolver, network: Network) -> Judged:
-        x = follow(solver, network, self.judging.noise)
-        errors = error_between(solver, network, x, self.judging)
+    def judged(self, solver: FittedSolver) -> Judged:
+        """What held-out trajectories say of a solver."""
+        with self._rows(self.held) as network:
+            x = follow(solver, network, self.judging.noise)
+            errors = error_between(solver, network, x, self.judging)
         return Judged(
             errors, None if self.data is None else self.data.miss(seen(x, self.denoiser)), self.far_from_data
         )
