@@ -31,9 +31,10 @@ from trueup.statistics import Number
 TRAJECTORIES = 32
 FEWEST = 8
 # As people know them: our rules on the usual grids, and solvers that are no such rule with their own steps.
-_RULES = {"ddim": "DDIM", "x0-2": "DPM-Solver++ 2M", "x0-3": "DPM-Solver++ 3M", "ipndm-3": "iPNDM"}
+_RULES = {"ddim": "DDIM", "dpm++-2": "DPM-Solver++ 2M", "dpm++-3": "DPM-Solver++ 3M", "unipc-2": "UniPC"}
+_RULES |= {"ipndm-3": "iPNDM"}
 _GRIDS = {"even in time": Grid("time"), "even in log-SNR": Grid(), "Karras": Grid(7.0)}
-_NAMED = ("dpm-solver-2", "dpm-solver-3", "unipc", "deis", "heun")
+_NAMED = ("dpm-solver-2", "dpm-solver-3", "deis", "heun")
 _OWN_STREAM = 0x73616D70
 
 

@@ -19,8 +19,8 @@ from trueup.sampling.rules import RULES, Grid, Rule
 
 SPACINGS = (math.inf, 7.0, "time", "quadratic")
 ENDS = (0.3, 0.15, 0.075, 0.0375, 0.019)  # noise at the last evaluation, over the spread of the samples
-FIRST = "x0-2"  # the rule that grids are chosen with
-OTHERS = ("x0-3", "ipndm-3", "singlestep-2")
+FIRST = "dpm++-2"  # the rule that grids are chosen with
+OTHERS = ("dpm++-3", "unipc-2", "x0-3", "ipndm-3", "singlestep-2")
 _BEST = 4  # grids to try the other rules on
 _BUDGET = 96  # evaluations per candidate
 _FEWEST = 4

@@ -5,9 +5,10 @@ through what the network said at the last few levels gives the next state as
 
     x_(i+1) = w_x x_i + w_0 h_i + w_1 h_(i-1) + w_2 h_(i-2)
 
-with h = eps or h = x0 = y - s eps: exponential Adams-Bashforth (DPM-Solver's and DEIS's multistep forms),
-iPNDM, and the singlestep DPM-Solver, whose inner stages are states like any other. The last step goes to
-s = 0 by what the network then takes the data to be.
+with h = eps or h = x0 = y - s eps: exponential Adams-Bashforth (in eps it is DEIS), DPM-Solver++, which is
+near it and shorter of memory, iPNDM, UniPC, which mends a state by what the network said there before it goes
+on (Adams-Moulton), and the singlestep DPM-Solver, whose inner stages are states like any other. The last step
+goes to s = 0 by what the network then takes the data to be.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -34,6 +36,8 @@ class Rule:
     order: int
     singlestep: bool = False
     even: bool = False  # takes the levels to be evenly spaced, as iPNDM does
+    plus: bool = False  # DPM-Solver++'s coefficients, not those of the exact integral
+    corrected: bool = False  # mends each state by one order before it goes on, as UniPC does
 
     def weights(self, levels: Levels) -> Tensor:
         """Of every step from level to level and of the last one, to the data: (N, 1 + MEMORY)."""
@@ -43,36 +47,60 @@ class Rule:
         if self.singlestep:
             weights[:-1] = self._singlestep(levels)
         else:
+            scale = alpha if self.history == "eps" else sigma  # from y, or z = x/sigma, to x
+            lam = levels.lam.tolist()
             for i in range(steps - 1):
                 order = min(self.order, i + 1)
-                row = self._adams(levels.lam[i + 1 - order : i + 2].tolist())
-                weights[i, : order + 1] = row
-                # From y, or z = x/sigma, to x.
-                scale, before = (alpha, alpha) if self.history == "eps" else (sigma, sigma)
-                weights[i, 0] *= scale[i + 1] / before[i]
+                weights[i, 0] = scale[i + 1] / scale[i]
+                ahead = self._plus if self.plus else self._adams
+                weights[i, 1 : order + 1] = ahead(lam[i + 1 - order : i + 1], lam[i], lam[i + 1])
+                if self.corrected and i:
+                    known = min(self.order, i)
+                    weights[i, 1 : known + 2] += self._mended(lam[i - known : i + 1])
+                    weights[i, 2 : known + 2] -= self._plus(lam[i - known : i], lam[i - 1], lam[i])
                 weights[i, 1:] *= scale[i + 1]
         last = (1 / alpha[-1], -sigma[-1] / alpha[-1]) if self.history == "eps" else (0.0, 1.0)
         weights[-1, 0], weights[-1, 1] = last
         return weights
 
-    def _adams(self, lam: Sequence[float]) -> Tensor:
-        """Weights of one step on y (eps) or z (x0) and the newest `order` values, from all their lam."""
-        *nodes, now, after = lam
-        nodes = [*nodes, now]
+    def _adams(self, nodes: Sequence[float], now: float, after: float) -> Tensor:
+        """What y (eps) or z (x0) takes of the values at some lam, the newest first, on the way to another."""
         points, quadrature = np.polynomial.legendre.leggauss(16)
         at = now + (after - now) * (points + 1) / 2
         sign = -1.0 if self.history == "eps" else 1.0  # dy = eps ds = -e^-lam eps dlam;  dz = e^lam x0 dlam
         measure = quadrature / 2 * (after - now) * sign * np.exp(sign * at)
-        where, knots = at, nodes
+        where, knots = at, list(nodes)
         if self.even:
             where, knots = (at - now) / (after - now), list(range(1 - len(nodes), 1))
             measure = quadrature / 2 * (math.exp(-after) - math.exp(-now))
-        row = [1.0]
+        row = []
         for j in reversed(range(len(knots))):
             others = [k for m, k in enumerate(knots) if m != j]
             basis = np.prod([(where - k) / (knots[j] - k) for k in others], axis=0) if others else 1.0
             row.append(float((measure * basis).sum()))
         return torch.tensor(row, dtype=torch.float64)
+
+    def _plus(self, nodes: Sequence[float], now: float, after: float) -> Tensor:
+        """The same of DPM-Solver++'s multistep forms, 2M ("midpoint") and 3M."""
+        h, whole = after - now, math.exp(after) - math.exp(now)  # of dz = e^lam x0 dlam
+        if len(nodes) == 1:
+            return torch.tensor([whole], dtype=torch.float64)
+        before = [(a - b) / h for b, a in pairwise(nodes)][::-1]  # the newest first
+        values = torch.eye(len(nodes), dtype=torch.float64)
+        slopes = [(values[j] - values[j + 1]) / r for j, r in enumerate(before)]
+        if len(nodes) == 2:
+            return whole * (values[0] + slopes[0] / 2)
+        bend = (slopes[0] - slopes[1]) / sum(before)
+        first = math.exp(after) - whole / h
+        second = math.exp(after) / 2 - first / h
+        return whole * values[0] + first * (slopes[0] + before[0] * bend) + second * bend
+
+    def _mended(self, nodes: Sequence[float]) -> Tensor:
+        """The last step again, with the value at its end among them: UniC, with bh2."""
+        if len(nodes) == 2:
+            whole = math.exp(nodes[1]) - math.exp(nodes[0])
+            return torch.tensor([whole / 2, whole / 2], dtype=torch.float64)
+        return self._adams(nodes, nodes[-2], nodes[-1])
 
     def _singlestep(self, levels: Levels) -> Tensor:
         """DPM-Solver's steps over levels, a group of `order` after the other."""
@@ -108,6 +136,9 @@ RULES = (
     Rule("eps-3", "eps", 3),
     Rule("x0-2", "x0", 2),
     Rule("x0-3", "x0", 3),
+    Rule("dpm++-2", "x0", 2, plus=True),
+    Rule("dpm++-3", "x0", 3, plus=True),
+    Rule("unipc-2", "x0", 2, plus=True, corrected=True),
     Rule("ipndm-2", "eps", 2, even=True),
     Rule("ipndm-3", "eps", 3, even=True),
     Rule("singlestep-2", "eps", 2, singlestep=True),
