@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trueup import __version__, fitted, stored
 from trueup.bands import Bands
+from trueup.calibration.classes import OfClass
 from trueup.calibration.correction import CHANGED, GAINS, Correction, Innovation
 from trueup.calibration.evidence import Evidence, SampleEvidence
 from trueup.denoiser import Binding
@@ -26,20 +27,24 @@ _PARTS = ("value", "error", "low", "high")
 _BY_LEVEL = ("loss", "eta2", "gain")
 _TOTALS = ("bound_gain", "shift_bound_gain")
 _MOST_SOLVERS = 100
+_MOST_CLASSES = 100_000
+_OF_CORRECTION = ("b", "a", "d", "support", "rho", "innovation", "changed_support")
 _DATA = ("data_mean", "data_variance", "data_variance_se")
 
 
 def pack_calibration(calibration: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A calibration as metadata and tensors."""
     correction, evidence = calibration.correction, calibration.evidence
-    kept, b = stored.packed(correction.b, correction.bands)
-    innovation = _innovation(correction)
-    single = {"b": b, "a": correction.a, "d": correction.d, "support": _support(correction)}
+    of_correction, single = _pack_correction(correction)
     single |= {"scale": evidence.scale, **{name: getattr(calibration, name) for name in _DATA}}
-    of_innovation: list[int] = []
-    if innovation is not None:
-        of_innovation, mean = stored.packed(innovation.mean, correction.bands)
-        single |= {"rho": innovation.rho, "innovation": mean, "changed_support": _changed(correction)}
+    of_classes = []
+    for i, of in enumerate(calibration.classes):
+        entry = {"label": of.label, "images": of.images, "gain": _plain(of.gain)}
+        if of.correction is not None:
+            kept, more = _pack_correction(of.correction)
+            single |= {f"class.{i}.{name}": tensor for name, tensor in more.items()}
+            entry |= kept
+        of_classes.append(entry)
     tensors: dict[str, Tensor] = {
         "t": calibration.t,
         "lam": correction.lam,
@@ -53,32 +58,89 @@ def pack_calibration(calibration: Any) -> tuple[dict[str, Any], dict[str, Tensor
         entry, more = fitted.pack(solver, f"solver.{i}")
         entries.append(entry)
         tensors |= more
-    totals = {n: [float(getattr(getattr(evidence, n), part)) for part in _PARTS] for n in _TOTALS}
     meta: dict[str, Any] = {
         "trueup": __version__,
         **{name: getattr(calibration, name) for name in ("family", "estimator", "gains")},
         **{name: getattr(calibration, name) for name in ("data_images", "provenance")},
         "shape": list(calibration.shape),
         "band_edges": list(correction.bands.edges),
-        "kept_bands": kept,
-        "innovation_bands": of_innovation,
+        **of_correction,
         "images": evidence.images,
         "folds": evidence.folds,
-        **{n: [None if math.isnan(value) else value for value in values] for n, values in totals.items()},
+        **{n: _plain(getattr(evidence, n)) for n in _TOTALS},
+        "classes": of_classes,
         "solvers": entries,
         "identity": calibration.identity,
     }
     return meta, tensors
 
 
-def identity_of(correction: Correction, gains: str, provenance: dict[str, Any]) -> str:
+def _pack_correction(correction: Correction) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A correction as metadata, which bands its maps are kept in, and tensors."""
+    kept, b = stored.packed(correction.b, correction.bands)
+    tensors = {"b": b, "a": correction.a, "d": correction.d, "support": _support(correction)}
+    of_innovation: list[int] = []
+    innovation = _innovation(correction)
+    if innovation is not None:
+        of_innovation, mean = stored.packed(innovation.mean, correction.bands)
+        tensors |= {"rho": innovation.rho, "innovation": mean, "changed_support": _changed(correction)}
+    return {"kept_bands": kept, "innovation_bands": of_innovation}, tensors
+
+
+def _unpack_correction(
+    meta: Mapping[str, Any], tensors: Mapping[str, Tensor], lam: Tensor, channels: int, bands: Bands
+) -> Correction:
+    """A correction at levels lam, of all of `tensors`."""
+    # Gains beyond a hundred and shifts beyond a million are no corrections.
+    levels, size, single = lam.numel(), bands.index.numel(), torch.float32
+    coefficients, of_map = stored.kept_coefficients(meta, bands), Bounds((), -1e6, 1e6, single)
+    bounds = dict.fromkeys(("a", "d"), Bounds((levels, channels, bands.count), -100.0, 100.0, single))
+    bounds["b"] = of_map._replace(shape=(levels, channels, len(coefficients)))
+    bounds["support"] = Bounds((levels - 1, bands.count), 0.0, 1.0, single)
+    of_innovation = None
+    if part(tensors, "a", Tensor).any():
+        of_innovation = stored.kept_coefficients(meta, bands, "innovation_bands")
+        bounds["rho"] = Bounds((levels, channels, bands.count), -1e4, 1e4, single)
+        bounds["changed_support"] = Bounds((len(CHANGED), levels - 1, bands.count), 0.0, 1.0, single)
+        bounds["innovation"] = Bounds((levels, channels, len(of_innovation)), -1e9, 1e9, single)
+    check_tensors(tensors, bounds)
+    b = torch.zeros(levels, channels, size, dtype=torch.float64)
+    b[..., coefficients] = tensors["b"].double()
+    a, d, support = (tensors[name].double() for name in ("a", "d", "support"))
+    innovation = None
+    if of_innovation is not None:
+        mean = torch.zeros_like(b)
+        mean[..., of_innovation] = tensors["innovation"].double()
+        innovation = Innovation(tensors["rho"].double(), mean, tensors["changed_support"].double())
+    return Correction(lam, b, a, d, bands, support, innovation)
+
+
+def identity_of(
+    correction: Correction, classes: Sequence[OfClass], gains: str, provenance: dict[str, Any]
+) -> str:
     """A short hash of what a calibration does, the same for one and for what was loaded from its file."""
     names = ("process", "parametrization", "binding")
     settings = [*(provenance.get(name) for name in names), correction.bands.edges, correction.bands.spatial]
+    own = [of for of in classes if of.correction is not None]
+    settings += [gains, *([[of.label for of in own], provenance.get("null_label")] if own else [])]
+    tensors = [
+        part.float()
+        for one in (correction, *(of.correction for of in own))
+        for part in _parts(one)  # type: ignore[arg-type]
+    ]
+    return digest_of(settings, tensors)
+
+
+def _parts(correction: Correction) -> list[Tensor]:
     parts = [correction.lam, correction.b, correction.a, correction.d, _support(correction)]
     innovation = _innovation(correction)
-    parts += [] if innovation is None else [innovation.rho, innovation.mean, _changed(correction)]
-    return digest_of([*settings, gains], [part.float() for part in parts])
+    return parts + ([] if innovation is None else [innovation.rho, innovation.mean, _changed(correction)])
+
+
+def _plain(number: Number) -> list[float | None]:
+    """A number as a file has it."""
+    values = [float(getattr(number, part)) for part in _PARTS]
+    return [None if math.isnan(value) else value for value in values]
 
 
 def _innovation(correction: Correction) -> Innovation | None:
@@ -111,17 +173,13 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
     if not 1 <= levels <= 10_000 or levels * channels * size * 8 > LARGEST:
         raise ArtifactError(f"{levels} levels of samples of shape {shape} make no sense")
     bands = Bands(shape[1:], numbers(meta.get("band_edges"), "band_edges", 0.0, 1e9, most=1000))
-    coefficients = stored.kept_coefficients(meta, bands)
-    sloped = bool(part(tensors, "a", Tensor).any())
-    of_innovation = stored.kept_coefficients(meta, bands, "innovation_bands") if sloped else None
-    of_solvers = {name: tensor for name, tensor in tensors.items() if name.startswith("solver.")}
-    bounds = _bounds(levels, channels, bands.count, len(coefficients), digests.numel())
-    if of_innovation is not None:
-        bounds["rho"] = Bounds((levels, channels, bands.count), -1e4, 1e4, torch.float32)
-        bounds["changed_support"] = Bounds((len(CHANGED), levels - 1, bands.count), 0.0, 1.0, torch.float32)
-        bounds["innovation"] = of_map._replace(shape=(levels, channels, len(of_innovation)))
-    own = {name: tensor for name, tensor in tensors.items() if name not in of_solvers}
-    check_tensors(own, {**bounds, "data_mean": of_map})
+    groups: dict[str, dict[str, Tensor]] = {"solver": {}, "class": {}, "correction": {}, "": {}}
+    for name, tensor in tensors.items():
+        kind = name.split(".")[0] if name.startswith(("solver.", "class.")) else ""
+        groups["correction" if name in _OF_CORRECTION else kind][name] = tensor
+    check_tensors(
+        groups[""], {**_bounds(levels, channels, bands.count, digests.numel()), "data_mean": of_map}
+    )
     for name in _BY_LEVEL:
         if (tensors[f"{name}.low"] > tensors[f"{name}.high"]).any():
             raise ArtifactError(f"{name} has intervals that end below where they begin")
@@ -133,21 +191,14 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
         raise ArtifactError("its noise levels are out of order")
     if not torch.allclose(process.lam(t), lam, rtol=1e-6, atol=1e-6):
         raise ArtifactError("its noise levels do not belong to its noise process")
-    b = torch.zeros(levels, channels, size, dtype=torch.float64)
-    b[..., coefficients] = tensors["b"].double()
     data = {name: tensors[name].double() for name in _DATA}
-    solvers = _solvers(part(meta, "solvers", list), of_solvers, shape, process)
-    a, d, support = (tensors[name].double() for name in ("a", "d", "support"))
-    innovation = None
-    if of_innovation is not None:
-        mean = torch.zeros_like(b)
-        mean[..., of_innovation] = tensors["innovation"].double()
-        innovation = Innovation(tensors["rho"].double(), mean, tensors["changed_support"].double())
-    correction = Correction(lam, b, a, d, bands, support, innovation)
+    solvers = _solvers(part(meta, "solvers", list), groups["solver"], shape, process)
+    correction = _unpack_correction(meta, groups["correction"], lam, channels, bands)
+    classes = _classes(part(meta, "classes", list), groups["class"], correction, channels)
     gains = word(meta, "gains")
     if gains not in GAINS:
         raise ArtifactError(f"its gains are {gains!r}, expected one of {', '.join(GAINS)}")
-    if identity_of(correction, gains, provenance) != meta.get("identity"):
+    if identity_of(correction, classes, gains, provenance) != meta.get("identity"):
         raise ArtifactError("its correction is not the one that was saved")
     images, data_images = (whole(meta, name, 0, 2**40) for name in ("images", "data_images"))
     family = word(meta, "family")
@@ -174,7 +225,34 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
         "data_digests": digests,
         "provenance": provenance,
         "solvers": solvers,
+        "classes": classes,
     }
+
+
+def _classes(
+    entries: list[Any], tensors: Mapping[str, Tensor], pooled: Correction, channels: int
+) -> tuple[OfClass, ...]:
+    """The classes of a file, each with a correction of its own where there are tensors of it."""
+    if len(entries) > _MOST_CLASSES or not all(isinstance(entry, dict) for entry in entries):
+        raise ArtifactError("its list of classes makes no sense")
+    own: dict[str, dict[str, Tensor]] = {}
+    for full, tensor in tensors.items():
+        _, number, *name = full.split(".", 2)
+        own.setdefault(number, {})["".join(name)] = tensor
+    if (1 + len(own)) * pooled.b.numel() * 8 > LARGEST or not own.keys() <= {
+        str(i) for i in range(len(entries))
+    }:
+        raise ArtifactError("its classes are not those it lists")
+    found = []
+    for i, entry in enumerate(entries):
+        correction = None
+        if str(i) in own:
+            correction = _unpack_correction(entry, own[str(i)], pooled.lam, channels, pooled.bands)
+        label, images = whole(entry, "label", -(2**62), 2**62), whole(entry, "images", 0, 2**40)
+        found.append(OfClass(label, images, _total(entry, "gain"), correction))
+    if len({of.label for of in found}) != len(found):
+        raise ArtifactError("it lists a class twice")
+    return tuple(found)
 
 
 def _solvers(
@@ -201,17 +279,14 @@ def _solvers(
     return tuple(solvers)
 
 
-def _bounds(levels: int, channels: int, bands: int, coefficients: int, digests: int) -> dict[str, Bounds]:
-    """Of every tensor; gains beyond a hundred and shifts beyond a million are no corrections."""
+def _bounds(levels: int, channels: int, bands: int, digests: int) -> dict[str, Bounds]:
+    """Of every tensor that is no correction's."""
     single = torch.float32
     parts = {f"{n}.{part}": -1e12 for n in _BY_LEVEL for part in _PARTS}
     lowest = {**parts, "shift_se": 0.0, **{f"{n}.error": 0.0 for n in _BY_LEVEL}}
     return {
         "t": Bounds((levels,), -1e9, 1e9),
         "lam": Bounds((levels,), -100.0, 100.0),
-        "b": Bounds((levels, channels, coefficients), -1e6, 1e6, single),
-        **dict.fromkeys(("a", "d"), Bounds((levels, channels, bands), -100.0, 100.0, single)),
-        "support": Bounds((levels - 1, bands), 0.0, 1.0, single),
         "scale": Bounds((levels, bands), 0.0, 1.0, single),
         **dict.fromkeys(("data_variance", "data_variance_se"), Bounds((channels, bands), 0.0, 1e12, single)),
         "data_digests": Bounds((digests,), dtype=torch.int64),

@@ -186,11 +186,13 @@ def _binding(calibration: Calibration, target: Any, denoiser: Denoiser | None, f
             if found is None or replace(found, y=made.y) != made:
                 problem = "this Denoiser calls its network otherwise than the one that was calibrated did"
                 raise MismatchError(problem, f"give it the same `call`, {_ADVICE}", _FORCE)
-        return made
+        by_class = any(of.correction is not None for of in calibration.classes)
+        if made.y is not None or not by_class:
+            return made
     if denoiser is None:
         raise MismatchError(
-            "this network was calibrated through a Denoiser whose `call` does more than pass x_t and t on, "
-            "so that they cannot be read from the network's own call: attach to that Denoiser"
+            "this network was calibrated through a Denoiser whose `call` does more than pass its arguments "
+            "on, so that they cannot be read from the network's own call: attach to that Denoiser"
         )
     return None
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trueup.bands import Bands
 from trueup.calibration.artifact import KIND, identity_of, pack_calibration, unpack_calibration
+from trueup.calibration.classes import OfClass
 from trueup.calibration.correction import Correction, check_gains
 from trueup.calibration.evidence import Evidence, SampleEvidence, of_samples
 from trueup.denoiser import Denoiser
@@ -45,6 +46,7 @@ class Calibration:
     provenance: dict[str, Any] = field(default_factory=dict)
     solvers: tuple[FittedSolver, ...] = ()  # for few steps, no two for the same evaluations and guidance
     gains: str = "sqrt"  # of the correction that samples are drawn with, see `Correction.with_gains`
+    classes: tuple[OfClass, ...] = ()  # of moments kept by class; `correction` is that of all together
 
     def __post_init__(self) -> None:
         check_gains(self.gains)
@@ -124,12 +126,17 @@ class Calibration:
     @property
     def identity(self) -> str:
         """A short hash of what it does: the same for a calibration and what was loaded from its file."""
-        return identity_of(self.correction, self.gains, self.provenance)
+        return identity_of(self.correction, self.classes, self.gains, self.provenance)
 
     @property
     def for_samples(self) -> Correction:
         """The correction that samples are drawn with; `correction` is the one of the lowest loss."""
         return self.correction.with_gains(self.gains)
+
+    def for_class(self, y: int) -> Correction:
+        """The correction of a class: its own, or that of all classes where it has none."""
+        own = {of.label: of.correction for of in self.classes}.get(y)
+        return self.correction if own is None else own
 
     @property
     def measured(self) -> bool:
@@ -166,7 +173,7 @@ class Calibration:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to correct."""
-        return self.correction.empty
+        return self.correction.empty and all(of.correction is None for of in self.classes)
 
     @property
     def samples(self) -> SampleEvidence | None:
@@ -283,12 +290,27 @@ class Calibration:
             f"gain of the likelihood bound: {_pm(e.bound_gain)} nats",
             f"uncalibration score: {'unknown' if math.isnan(bits.value) else score}",
         ]
+        lines += self._of_classes()
         if self.generated:
             lines.append("measured on the model's own samples: errors that these share with it do not show")
         if self.samples is not None:
             lines += self.samples.lines(self.gains)
         lines += [solver.summary() for solver in self.solvers]
         return "\n".join([*lines, verdict])
+
+    def _of_classes(self) -> list[str]:
+        """Which classes differ, by how much."""
+        if not self.classes:
+            return []
+        null = self.provenance.get("null_label")
+        lines = ["gain of a class's own correction over that of all classes, nats of the likelihood bound:"]
+        for of in sorted(self.classes, key=lambda of: -of.gain.value if of.correction else math.inf):
+            name = f"label {of.label}" + (" (null)" if of.label == null else "")
+            told = _pm(of.gain) if of.correction is not None else "none of its own"
+            lines.append(f"  {name}, {_count(of.images, 'image')}: {told}")
+        shown = 12
+        left = f"  and {len(lines) - 1 - shown} more (--json has all)"
+        return lines if len(lines) <= shown + 2 else [*lines[: shown + 1], left]
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write one .safetensors file, atomically; see docs/format.md."""

@@ -54,6 +54,12 @@ class Correction:
         wide = scale[:, None, :]
         return replace(self, b=self.b * self.bands.spread(wide), a=self.a * wide, d=self.d * wide)
 
+    def then(self, after: Correction) -> Correction:
+        """This correction, and then another of what it made, as one."""
+        kept = 1 - after.a
+        b = self.bands.spread(kept) * self.b + after.b
+        return Correction(self.lam, b, 1 - kept * (1 - self.a), kept * self.d + after.d, self.bands)
+
     def with_gains(self, form: str) -> Correction:
         """The same mean output and response to u, with another gain on the innovation; equations 53 and 54.
 

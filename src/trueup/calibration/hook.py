@@ -29,6 +29,9 @@ class _Tables(NamedTuple):
     boundaries: Tensor  # between neighbouring nodes
     whole_boundaries: Tensor  # the same for whole times
     knots: Tensor  # (N, 6): the level before, shares of it and the next, three factors; or (N, R) all weights
+    labels: (
+        Tensor  # (G,) rising: classes with a correction of their own, which follow that of all, R rows each
+    )
     constant: Tensor  # (R, C * box) in the DCT, or (R, C * pixels) where nothing else is corrected
     slopes: Tensor  # (R, C * 2 * bands), a and d
     bands: Tensor  # (box,) each coefficient's band
@@ -50,8 +53,12 @@ class CorrectOutput:
     def __init__(self, calibration: Calibration, binding: Binding | None = None, gains: str | None = None):
         self.binding, self.enabled = binding, True
         self.shape, self.spatial = calibration.shape, calibration.shape[1:]
-        self.correction = calibration.correction.with_gains(calibration.gains if gains is None else gains)
-        self.empty = self.correction.empty
+        form = calibration.gains if gains is None else gains
+        self.correction = calibration.correction.with_gains(form)
+        own = {of.label: of.correction for of in calibration.classes if of.correction is not None}
+        self.classes = {y: own[y].with_gains(form) for y in sorted(own)} if form != "none" else {}
+        self.null_label = calibration.provenance.get("null_label")
+        self.empty = self.correction.empty and not self.classes
         if self.empty:
             return
         self.calibration, self.nodes = calibration, _nodes(calibration)
@@ -60,7 +67,7 @@ class CorrectOutput:
         process, correction = calibration.process, self.correction
         slack = 0.1 * (process.t_max - process.t_min)  # solvers end a little beyond
         self.span = (process.t_min - slack, process.t_max + slack)
-        self.constant_only = not (correction.a.any() or correction.d.any())
+        self.constant_only = not (self.classes or correction.a.any() or correction.d.any())
         self._ready: dict[tuple[torch.device, torch.dtype], _Tables] = {}
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], raw: Any) -> Any:
@@ -78,10 +85,20 @@ class CorrectOutput:
         x_t, t = self.binding.x.of(args, kwargs), self.binding.t.of(args, kwargs)
         if (self.binding.scale, self.binding.offset) != (1.0, 0.0):
             t = (t - self.binding.offset) / self.binding.scale
+        y = self._label(args, kwargs) if self.classes else None
         if output.shape[1] == channels:
-            return _like(raw, self.correct(output, x_t, t))
+            return _like(raw, self.correct(output, x_t, t, y))
         mean, rest = output[:, :channels], output[:, channels:]  # a learned variance is left alone
-        return _like(raw, torch.cat([self.correct(mean, x_t, t), rest], 1))
+        return _like(raw, torch.cat([self.correct(mean, x_t, t, y), rest], 1))
+
+    def _label(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The labels of a call; a network that takes none for the null label may be called without."""
+        assert self.binding is not None
+        assert self.binding.y is not None  # or it is the Denoiser that corrects
+        try:
+            return self.binding.y.of(args, kwargs)
+        except AttachError:
+            return None
 
     def correct(self, output: Tensor, x_t: Tensor, t: Any, y: Any = None) -> Tensor:
         """The corrected output at times of the process, in its own dtype; not in autocast's."""
@@ -89,14 +106,19 @@ class CorrectOutput:
             return output
         kind = output.device.type
         if not torch.compiler.is_compiling() and not torch.is_autocast_enabled(kind):  # entering is not free
-            return self._correct(output, x_t, t)
+            return self._correct(output, x_t, t, y)
         with torch.autocast(kind, enabled=False):
-            return self._correct(output, x_t, t)
+            return self._correct(output, x_t, t, y)
 
-    def _correct(self, output: Tensor, x_t: Tensor, t: Any) -> Tensor:
+    def _correct(self, output: Tensor, x_t: Tensor, t: Any, y: Any) -> Tensor:
         dtype = _wide(output.dtype)
         tables = self._tables(output.device, dtype)
         knots = tables.knots[self._node(t, len(output), tables)]  # (B or 1, 6)
+        if self.classes:
+            first = self._class(y, output, tables) * (len(tables.constant) // (1 + len(self.classes)))
+            knots = torch.cat(
+                [knots[:, :1] + first[:, None].to(knots), knots[:, 1:].expand(len(first), -1)], 1
+            )
         if tables.fused and not torch.compiler.is_compiling() and tables.fused.fits(output, x_t):
             made: Tensor | None = tables.fused.correct(
                 output, x_t, knots, tables.constant, tables.slopes, tables.bands, tables.forward
@@ -119,6 +141,20 @@ class CorrectOutput:
         delta = constant.view_as(a) + a * output_z + (on_x[..., None] * a + on_u[..., None] * d) * input_z
         back = along_last_axes(delta.view(-1, *z.shape[1:2], *z.shape[3:]), tables.backward)
         return (wide - back).to(output.dtype)
+
+    def _class(self, y: Any, output: Tensor, tables: _Tables) -> Tensor:
+        """Which correction each row gets, (B,): 0 is that of all classes, for labels that have none."""
+        y = self.null_label if y is None else y
+        if y is None:
+            raise AttachError("this calibration is by class, and the network was called without labels")
+        labels = torch.as_tensor(y).to(output.device, non_blocking=True).reshape(-1)
+        if labels.is_floating_point() or labels.is_complex() or len(labels) not in (1, len(output)):
+            shape = tuple(torch.as_tensor(y).shape)
+            raise AttachError(f"this calibration is by class, and the network got {shape} for its labels")
+        place = torch.searchsorted(tables.labels, labels.long().contiguous()).clamp_max(
+            len(tables.labels) - 1
+        )
+        return torch.where(tables.labels[place] == labels, place + 1, 0).expand(len(output))
 
     def _node(self, t: Any, batch: int, tables: _Tables) -> Any:
         """The node of each row's time. Never waits for the device."""
@@ -157,7 +193,7 @@ class CorrectOutput:
 
     def _made(self, device: torch.device, dtype: torch.dtype) -> _Tables:
         process, parametrization = self.calibration.process, self.calibration.parametrization
-        correction = self.correction.refined()
+        correction, own = self.correction.refined(), [made.refined() for made in self.classes.values()]
         alpha, sigma = process.alpha(self.nodes), process.sigma(self.nodes)
         k_output = parametrization.deps_doutput(alpha, sigma)  # eps_hat = k_output output + k_input x_t
         p, q = parametrization.coefficients(alpha, sigma)
@@ -174,9 +210,10 @@ class CorrectOutput:
             knots = interpolation_weights(correction.lam, process.lam(self.nodes)) / k_output[:, None]
             constant = correction.shift_map().flatten(1)  # (R, C * pixels)
         else:
-            bands, a, d = correction.bands, correction.a, correction.d
-            box = _box((correction.b != 0) | (bands.spread(a) != 0) | (bands.spread(d) != 0), self.spatial)
-            constant = _crop(correction.b, self.spatial, box).flatten(1)
+            bands = correction.bands
+            b, a, d = (torch.cat([getattr(made, n) for made in (correction, *own)]) for n in ("b", "a", "d"))
+            box = _box((b != 0) | (bands.spread(a) != 0) | (bands.spread(d) != 0), self.spatial)
+            constant = _crop(b, self.spatial, box).flatten(1)
             slopes, band_of = (
                 torch.stack([a, d], 2).flatten(1),
                 _crop(bands.index.flatten(), self.spatial, box),
@@ -186,6 +223,7 @@ class CorrectOutput:
             self.boundaries.to(device, dtype),
             self.boundaries.floor().to(device, torch.int64),  # for whole t the same comparison
             knots.to(device, dtype),
+            torch.tensor(list(self.classes), dtype=torch.int64, device=device),
             constant.to(device, dtype),
             slopes.to(device, dtype),
             band_of.to(device, torch.int32),

@@ -13,7 +13,7 @@ from trueup.commands.shared import given, say, show, warn
 from trueup.demo import run as run_demo
 from trueup.denoiser import Denoiser
 from trueup.errors import Argument
-from trueup.estimate import Moments, fit, measure
+from trueup.estimate import Moments, classes_of, fit, measure
 from trueup.estimate.diagnose import look
 from trueup.figure import check_figure, draw, draw_samplers
 from trueup.fitting import fit_solver, judge
@@ -78,7 +78,8 @@ def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) 
     else:
         data = shared.images_of(options)
         trust = run is None or options.trust  # `check` looks for itself
-    moments = measure(denoiser, data, run=run, trust=trust, **common)
+    classes = classes_of(data, denoiser) if options.per_class else ()
+    moments = measure(denoiser, data, run=run, trust=trust, classes=classes, **common)
     for reason in moments.skipped[:5]:
         say(options, f"skipped: {reason}")
     if moments.skipped:

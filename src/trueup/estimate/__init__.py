@@ -1,8 +1,8 @@
 """From a network and images to a correction: measure, then fit."""
 
+from trueup.estimate.classes import fit
 from trueup.estimate.families import FAMILIES, Family, register
-from trueup.estimate.measuring import default_levels, measure
+from trueup.estimate.measuring import classes_of, default_levels, measure
 from trueup.estimate.moments import Moments
-from trueup.estimate.solve import fit
 
-__all__ = ["FAMILIES", "Family", "Moments", "default_levels", "fit", "measure", "register"]
+__all__ = ["FAMILIES", "Family", "Moments", "classes_of", "default_levels", "fit", "measure", "register"]

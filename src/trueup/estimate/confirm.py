@@ -116,9 +116,13 @@ def realised_scale(held: HeldOut, correction: Correction, moments: Moments, scal
     Near the threshold the fit to all images may shrink to nothing what some fits without a fold kept; it
     must not be credited with their gain.
     """
-    final = score(moments, correction).square.sum(0).clamp_min(0.0)
+    return realised(held, score(moments, correction).square.sum(0), moments, scale)
+
+
+def realised(held: HeldOut, final: Tensor, moments: Moments, scale: Tensor) -> Tensor:
+    """The same, of a final correction whose sum of squares (L, bands) is known."""
     tried = held.square.sum(0) + NOTHING**2 * one_coefficient(moments)
-    return scale * (final / tried.clamp_min(1e-300)).clamp_max(1.0).sqrt()
+    return scale * (final.clamp_min(0.0) / tried.clamp_min(1e-300)).clamp_max(1.0).sqrt()
 
 
 def one_coefficient(moments: Moments) -> Tensor:

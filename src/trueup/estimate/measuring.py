@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from os import PathLike
 from typing import Any
 
@@ -81,7 +83,8 @@ def measure(
 
     levels: times; the default covers the whole process. edges: of the bands, see `trueup.bands`. mean_images:
     so many more are read, without being run through the network, to know the data's mean better (the x0
-    control of equation 16). classes: keep the sums of these labels apart. run: a directory that keeps what
+    control of equation 16). classes: keep the sums of these labels apart; where the network's null label is
+    one of them, every image is also run with that. run: a directory that keeps what
     was measured: called again, it goes on from there, and with more images it adds to them. A network that
     seems to be used wrongly is refused, unless `trust`. Images that occur twice count once.
     """
@@ -101,6 +104,9 @@ def measure(
         "generated": getattr(samples.images.source, "origin", None),
         "grouping": samples.images.groups is not None,
     }
+    classes = tuple(int(y) for y in classes)
+    if denoiser.null_label is not None and denoiser.null_label in classes:
+        provenance["null_label"] = int(denoiser.null_label)
     kinds: dict[str, Any] = {"edges": edges, "classes": classes, "provenance": provenance}
     moments = Moments.empty(process, check_levels(process, levels), denoiser.shape, **kinds)
     with Run(run) if run is not None else nullcontext() as kept:
@@ -119,6 +125,28 @@ def measure(
             _note(moments, batch, mean_only=True)
     moments.skipped = samples.skipped
     return moments
+
+
+def classes_of(data: Any, model: Any) -> list[int]:
+    """The labels that are in the data, and the network's null label, if it has one."""
+    denoiser, found = as_denoiser(model), set()
+    samples = open_images(data, denoiser, count=IMAGES)
+    if isinstance(samples.images.source, Iterator):
+        raise DataError(
+            "which classes there are cannot be seen in images that can be read only once: name them"
+        )
+    if not denoiser.conditional:
+        raise DataError("the network takes no labels, so that it has no classes to be calibrated for")
+    for batch in samples.batches(256):
+        if batch.y is None:
+            raise DataError(NEEDS_LABELS)
+        if batch.y.is_floating_point() or batch.y.ndim != 1:
+            raise DataError("classes are whole numbers, one a sample: these labels are something else")
+        found |= set(batch.y.tolist())
+    if len(found) < 2:
+        only = f"all images have the label {found.pop()}" if found else f"{samples.name} holds no samples"
+        raise DataError(f"{only}: classes need two or more to differ")
+    return sorted(found | ({int(denoiser.null_label)} if denoiser.null_label is not None else set()))
 
 
 def _bind(denoiser: Denoiser, moments: Moments, y: Any) -> None:
@@ -151,7 +179,8 @@ def _measure(
             f"this run has measured {done} images already, more than the {count} asked for: "
             "ask for at least as many, or use a new run directory"
         )
-    expected, each, seed = samples.expected(), moments.levels, moments.provenance["seed"]
+    expected, seed = samples.expected(), moments.provenance["seed"]
+    each = moments.levels * (1 if moments.provenance.get("null_label") is None else 2)
     total = None if expected is None else expected * each
     if denoiser.device.type != "mps":  # which has no float64
         moments = moments.to(denoiser.device)
@@ -196,8 +225,13 @@ def add_batch(moments: Moments, denoiser: Denoiser, batch: Batch, seed: int) -> 
     times = moments.t.to(device, torch.int64 if process.integer_times else torch.float32)
     positions = torch.arange(moments.levels, device=moments.first.device)
 
-    def work(levels: slice, part: slice) -> None:
-        rows, a, s = there.rows(part), alpha[levels], sigma[levels]
+    null = moments.provenance.get("null_label")
+    told = [there]
+    if null is not None and there.y is not None:
+        told.append(replace(there, y=torch.full_like(there.y, null)))
+
+    def work(batch: Batch, levels: slice, part: slice) -> None:
+        rows, a, s = batch.rows(part), alpha[levels], sigma[levels]
         eps = normals(seed, rows.index, keys[levels], denoiser.shape, device)  # (l, B, C, *spatial)
         x_t = a * rows.x0 + s * eps  # equation 1
         outputs = [denoiser.predict(x, t, rows.y) for x, t in zip(x_t, times[levels], strict=True)]
@@ -213,9 +247,8 @@ def add_batch(moments: Moments, denoiser: Denoiser, batch: Batch, seed: int) -> 
             )
 
     at_once = max(1, _AT_ONCE // there.x0.numel())
-    for start in range(0, moments.levels, at_once):
-        levels = slice(start, start + at_once)
-        in_parts(lambda part, levels=levels: work(levels, part), len(batch))  # type: ignore[misc]
+    for rows, start in product(told, range(0, moments.levels, at_once)):
+        in_parts(partial(work, rows, slice(start, start + at_once)), len(batch))
     _note(moments, batch)
 
 

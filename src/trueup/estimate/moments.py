@@ -27,11 +27,13 @@ import torch
 from torch import Tensor
 
 from trueup.bands import Bands, full_precision
+from trueup.calibration.correction import Correction
 from trueup.errors import TrueupError
 from trueup.estimate.stored import KIND, LEVELS, SUMS, dimensions, pack, unpack
 from trueup.files import load_as, save_tensors, unpacked
 from trueup.noise import hashed
 from trueup.process import NoiseProcess
+from trueup.stored import LARGEST
 
 RESIDUAL, DEPARTURE, U = 0, 1, 2
 _BY_LEVEL, _DATA, _NOTES = SUMS[:4], SUMS[4:], ("indices", "digests")
@@ -106,6 +108,10 @@ class Moments:
         size = math.prod(shape)
         cells = (max(len(classes), 1), folds or (16 if size <= 2**16 else 8 if size <= 2**17 else 4))
         dims = dimensions(shape, len(t), bands)
+        needed = 8 * math.prod(cells) * sum(math.prod(d) for d in dims.values())
+        if needed > LARGEST:
+            many = f"{len(classes)} classes at {len(t)} levels" if classes else f"{len(t)} levels"
+            raise TrueupError(f"the sums of {many} would take {needed / 2**30:.0f} GiB: ask for fewer")
         zeros: dict[str, Any] = {n: torch.zeros(*cells, *d, dtype=torch.float64) for n, d in dims.items()}
         provenance = {"process": process.settings(), **(provenance or {})}
         levels = (t, process.lam(t), process.alpha(t), process.sigma(t))
@@ -262,6 +268,32 @@ class Moments:
             raise TrueupError(f"label {y} is not among the classes {_few(self.classes)}")
         one = [self.classes.index(y)]
         return self._unnoted(classes=(), **{name: getattr(self, name)[one] for name in SUMS})
+
+    def without_class(self, y: int | None) -> Moments:
+        """All classes but one; all, if it is none of them."""
+        if y not in self.classes:
+            return self
+        others = [i for i, label in enumerate(self.classes) if label != y]
+        classes = tuple(self.classes[i] for i in others)
+        return replace(self, classes=classes, **{name: getattr(self, name)[others] for name in SUMS})
+
+    def corrected(self, correction: Correction) -> Moments:
+        """What the moments of the network with a correction, at these levels, would have been: exactly."""
+        bands, b, a = self.bands, correction.b, correction.a  # (L, C, K), (L, C, bands)
+        d = correction.d + a * self.filter_gain[:, None, None]  # a eps_hat + d u = a departure + this u
+        rows = self.rows[..., None, None]
+        r, o, u = self.first.unbind(3)  # (G, F, L, C, K)
+        rr, ro, ru, oo, ou, uu = self.second.unbind(3)  # (G, F, L, C, bands)
+        change = bands.spread(a) * o + bands.spread(d) * u + rows * b
+        # Products of the change with residual, departure, u and itself.
+        cr, co, cu = (
+            a * on_o + d * on_u + bands.sum(b * first)
+            for on_o, on_u, first in ((ro, ru, r), (oo, ou, o), (ou, uu, u))
+        )
+        cc = a * co + d * cu + bands.sum(b * change)
+        second = (rr - 2 * cr + cc, ro - cr - co + cc, ru - cu, oo - 2 * co + cc, ou - cu, uu)
+        first = torch.stack([r - change, o - change, u], 3)
+        return replace(self, first=first, second=torch.stack(second, 3))
 
     def used(self) -> Moments:
         """Classes pooled, and only the folds that hold samples at some level."""

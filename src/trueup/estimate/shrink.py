@@ -8,6 +8,9 @@ to 21 of docs/math.md).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -65,32 +68,65 @@ def effective_columns(deviation: Tensor) -> float:
     return float(ratio.log().mean().exp())
 
 
-def shrinker(gram: Tensor, noise_sd: Tensor, deviations: list[Tensor], lam: Tensor) -> Tensor:
-    """The operator (bands, L, L) that turns estimates at all levels into shrunk, smoothed ones.
+class Noisy(NamedTuple):
+    """Estimates at all levels, as far as shrinking them needs to know them."""
 
-    gram (bands, L, L) is Y Y' summed over columns, noise_sd (bands, L) the noise of one column, deviations
-    (F, L, columns) of each band those of the folds, in units of it.
+    gram: Tensor  # (bands, L, L), Y Y' summed over columns
+    sd: Tensor  # (bands, L), the noise of one column
+    deviations: list[Tensor]  # (F, L, columns) of each band, those of the folds in units of the noise
+
+
+def shrinkers(groups: Sequence[Noisy], lam: Tensor) -> list[Tensor]:
+    """The operators (bands, L, L) that turn estimates at all levels into shrunk, smoothed ones, one a group.
+
+    Groups, classes say, have one amplitude, found from all of them; how much of it there is in each, and how
+    smooth that is, depends on its own noise and evidence.
     """
-    correlation = noise_correlation(deviations)
-    columns = torch.tensor([part.shape[2] for part in deviations], dtype=gram.dtype)
-    effective = torch.tensor([effective_columns(part) for part in deviations], dtype=gram.dtype)
-    in_noise = gram / (noise_sd[:, :, None] * noise_sd[:, None, :])  # from here on, in units of the noise
+    like = groups[0].gram
+    correlations = [noise_correlation(group.deviations) for group in groups]
+    columns = torch.tensor([part.shape[2] for part in groups[0].deviations], dtype=like.dtype)
+    effective = torch.tensor(
+        [[effective_columns(part) for part in group.deviations] for group in groups], dtype=like.dtype
+    )[..., None]  # (groups, bands, 1)
+    sd = torch.stack([group.sd for group in groups])  # (groups, bands, L)
+    total = effective.sum(0)
+    # The noise that all groups together are as good as, and how far each is from it.
+    reference = (effective * sd**-4).sum(0).div(total) ** -0.25
+    better = reference / sd
+    in_noise = [g.gram / (g.sd[:, :, None] * g.sd[:, None, :]) for g in groups]  # in units of the noise
     # Local amplitude, equation 20: how far the mean square stands above the noise.
-    excess = torch.diagonal(in_noise, dim1=1, dim2=2) / columns[:, None] - 1.0
+    above = torch.stack([torch.diagonal(part, dim1=1, dim2=2) for part in in_noise]) / columns[:, None] - 1.0
+    excess = (effective * better.square() * above).sum(0) / total
     weights = kernel_weights(lam, AMPLITUDE_WIDTH)
-    local = excess @ weights.T
-    spread = torch.einsum("ij,bjk,ik->bi", weights, correlation.square(), weights)
-    bound = local - AMPLITUDE_SIGMAS * (2.0 / effective[:, None] * spread).sqrt()
+    common = (effective[..., None] * torch.stack(correlations)).sum(0) / total[..., None]
+    spread = torch.einsum("ij,bjk,ik->bi", weights, common.square(), weights)
+    bound = excess @ weights.T - AMPLITUDE_SIGMAS * (2.0 / total * spread).sqrt()
     bound = bound.clamp_min(0.0)
     amplitude = bound / (bound + AMPLITUDE_ONSET).sqrt()  # (bands, L)
-    # Posterior mean, equation 21, in coordinates where the noise is white.
-    eigenvalue, vector = torch.linalg.eigh(correlation)
+    made = [
+        _posteriors(part, correlation, amplitude * own, columns, lam)
+        for part, correlation, own in zip(in_noise, correlations, better, strict=True)
+    ]
+    operators = []
+    for (evidence, candidates), group in zip(made, groups, strict=True):
+        # An average over models, no correction at all (evidence 0) among them: equation 21.
+        shares = (evidence / (1 + evidence.amax(0) / MOST_EVIDENCE)).softmax(0)  # (models, bands)
+        operator = torch.einsum("mb,mbij->bij", shares, candidates)
+        operators.append(operator * group.sd[:, :, None] / group.sd[:, None, :])
+    return operators
+
+
+def _posteriors(
+    gram: Tensor, correlation: Tensor, amplitude: Tensor, columns: Tensor, lam: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Evidence (models, bands) and operators (models, bands, L, L), in units of the noise; equation 21."""
+    eigenvalue, vector = torch.linalg.eigh(correlation)  # in coordinates where the noise is white
     root = eigenvalue.clamp_min(1e-3).sqrt()
     whiten = (vector / root[:, None, :]) @ vector.transpose(1, 2)
     colour = (vector * root[:, None, :]) @ vector.transpose(1, 2)
-    white_gram = whiten @ in_noise @ whiten
+    white_gram = whiten @ gram @ whiten
     distance = (lam[:, None] - lam[None, :]).abs()
-    evidences, candidates = [torch.zeros(len(noise_sd), dtype=gram.dtype)], [torch.zeros_like(gram)]
+    evidences, candidates = [torch.zeros(len(gram), dtype=gram.dtype)], [torch.zeros_like(gram)]
     for length in LENGTHS:
         scaled = distance * (3**0.5 / length)
         matern = (1 + scaled) * torch.exp(-scaled)
@@ -101,8 +137,4 @@ def shrinker(gram: Tensor, noise_sd: Tensor, deviations: list[Tensor], lam: Tens
         power = torch.einsum("bij,bik,bkj->bj", basis, white_gram, basis)
         evidences.append(0.5 * ((power * keep).sum(1) - columns * strength.log1p().sum(1)))
         candidates.append(colour @ (basis * keep[:, None, :]) @ basis.transpose(1, 2) @ whiten)
-    # An average over models, no correction at all (evidence 0) among them: equation 21.
-    evidence = torch.stack(evidences)  # (models, bands)
-    cooled = evidence / (1 + evidence.amax(0) / MOST_EVIDENCE)
-    operator = torch.einsum("mb,mbij->bij", cooled.softmax(0), torch.stack(candidates))
-    return operator * noise_sd[:, :, None] / noise_sd[:, None, :]
+    return torch.stack(evidences), torch.stack(candidates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +17,7 @@ from trueup.estimate import confirm
 from trueup.estimate.families import FAMILIES, Family, Slopes
 from trueup.estimate.moments import Moments, U
 from trueup.estimate.regress import Centred, Mean, Slope, divide, mean_residual
-from trueup.estimate.shrink import kernel_weights, shrinker
+from trueup.estimate.shrink import Noisy, kernel_weights, shrinkers
 from trueup.statistics import Number, effective_folds, mean_and_error, squared_norm, trapezoid_weights
 
 ESTIMATORS = ("plain", "paired", "regressed", "shrunk")
@@ -26,8 +27,8 @@ FEWEST_FOLDS = 4  # fewer cannot say how far they scatter
 INFLATION_WIDTH = 1.0  # lam over which the excess of fold scatter over model variance is averaged
 
 
-def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk") -> Calibration:
-    """Fit a calibration to moments of all classes together; fast, no network involved."""
+def fit_pooled(moments: Moments, *, family: str, estimator: str) -> Calibration:
+    """Fit a calibration to moments of all classes together."""
     check_names(family, estimator)
     if moments.images == 0:
         raise TrueupError("these moments hold no samples")
@@ -38,15 +39,14 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
     alike = effective_folds(rows)  # (L,) fewer, where they differ in size
 
     centred = Centred(moments)
-    shrink = _shrinkage(centred, kind) if estimator == "shrunk" else None
+    shrink = shrinkage([centred], kind)[0] if estimator == "shrunk" else None
 
     def once(part: Moments) -> Correction:
-        return _estimate(Centred(part), kind, estimator, shrink)
+        return estimate(Centred(part), kind, estimator, shrink)
 
-    correction = _estimate(centred, kind, estimator, shrink)
-    robust = "paired" if moments.images < 8 else "shrunk"
-    shift = mean_residual(centred, robust, *_no_slopes(centred))
-    residual = centred.fold_sums(shift.combination) + rows[:, :, None, None] * shift.offset
+    correction = estimate(centred, kind, estimator, shrink)
+    shift = _shift(centred, moments.images)
+    residual = _summed(centred, shift)
     held = confirm.cross_validate(moments, residual, once) if moments.folds > 1 else None
     scale = torch.ones(moments.levels, moments.bands.count, dtype=torch.float64)
     if estimator == "shrunk":
@@ -56,7 +56,7 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
             scale = confirm.realised_scale(held, correction, moments, confirmed)
         correction = correction.scaled(confirmed)
     correction.support = support(correction, moments)
-    correction.innovation = _innovation(centred, kind, correction)
+    correction.innovation = innovation(centred, kind, correction)
     weights = trapezoid_weights(moments.lam)
 
     nothing = torch.full((moments.levels,), torch.nan, dtype=torch.float64)
@@ -102,6 +102,21 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
         data_digests=noted.digests if len(noted.digests) <= MOST_DIGESTS else noted.digests[:0],
         provenance=dict(moments.provenance),
     )
+
+
+def _shift(centred: Centred, images: int) -> Mean:
+    """The mean residual, by an estimate that few images do not upset."""
+    return mean_residual(centred, "paired" if images < 8 else "shrunk", *_no_slopes(centred))
+
+
+def _summed(centred: Centred, mean: Mean) -> Tensor:
+    """Fold sums of a residual less its known-mean controls, (F, L, C, K)."""
+    return centred.fold_sums(mean.combination) + centred.rows[:, :, None, None] * mean.offset
+
+
+def known_residual(centred: Centred, images: int) -> Tensor:
+    """Fold sums of the residual with the least noise, (F, L, C, K)."""
+    return _summed(centred, _shift(centred, images))
 
 
 def _measured(moments: Moments) -> Moments:
@@ -158,7 +173,7 @@ class Shrinkage:
     mean: Tensor
 
 
-def _estimate(centred: Centred, family: Family, estimator: str, shrink: Shrinkage | None) -> Correction:
+def estimate(centred: Centred, family: Family, estimator: str, shrink: Shrinkage | None) -> Correction:
     """Slopes and mean residual, shrunk and smoothed where operators are given; equations 14 to 18 and 21."""
     moments = centred.moments
     a, d = _no_slopes(centred)
@@ -182,41 +197,53 @@ def _gains(found: Slopes, shrink: Shrinkage | None) -> tuple[Tensor, Tensor]:
     return a, on_input - rho * a
 
 
-def _innovation(centred: Centred, family: Family, correction: Correction) -> Innovation | None:
-    """What a multiplies, in the bands where it is not 0: of the network, so neither shrunk nor scaled."""
+def innovation(
+    centred: Centred, family: Family, correction: Correction, known: Innovation | None = None
+) -> Innovation | None:
+    """What a multiplies, in the bands where it is not 0: of the network, so neither shrunk nor scaled.
+
+    known: instead of what these moments say of it.
+    """
     if family.slopes is None or not correction.a.any():
         return None
     used = correction.a.any(0).any(0).to(torch.float64)  # (bands,)
-    rho = family.slopes(centred)[2]
-    mean = centred.mean_of(centred.eps_hat() - rho * centred.unit(U))
-    found = Innovation(used * rho, centred.moments.bands.spread(used) * mean)
+    if known is None:
+        rho = family.slopes(centred)[2]
+        known = Innovation(rho, centred.mean_of(centred.eps_hat() - rho * centred.unit(U)))
+    found = Innovation(used * known.rho, centred.moments.bands.spread(used) * known.mean)
     changed = [replace(correction, innovation=found).with_gains(form) for form in CHANGED]
     found.support = torch.stack([support(form, centred.moments) for form in changed])
     return found
 
 
-def _shrinkage(centred: Centred, family: Family) -> Shrinkage:
+def shrinkage(parts: Sequence[Centred], family: Family) -> list[Shrinkage]:
     """Choose the operators from all images; held-out fits reuse them on their own estimates.
 
     Choosing them anew without each fold would let a fold's own support decide how much of it is kept, which
-    evens out what the folds say and makes them look more certain than they are.
+    evens out what the folds say and makes them look more certain than they are. Of several classes, all are
+    looked at together (`shrinkers`).
     """
-    moments = centred.moments
+    moments = parts[0].moments
     nothing = torch.zeros(moments.bands.count, moments.levels, moments.levels, dtype=torch.float64)
-    shrink = Shrinkage(nothing, nothing, nothing)
-    if moments.folds < 2:
+    shrink = [Shrinkage(nothing, nothing, nothing) for _ in parts]
+    if min(part.moments.folds for part in parts) < 2:
         return shrink
-    a, d = _no_slopes(centred)
-    if family.slopes is not None and moments.images > 2:
-        found = family.slopes(centred)
-        shrink.innovation, shrink.u = (_slope_operator(slope, moments) for slope in found[:2])
-        a, d = _gains(found, shrink)
-    shrink.mean = _mean_operator(mean_residual(centred, "shrunk", a, d), centred)
+    gains = [_no_slopes(part) for part in parts]
+    if family.slopes is not None and min(part.moments.images for part in parts) > 2:
+        found = [family.slopes(part) for part in parts]
+        for name, direction in (("innovation", 0), ("u", 1)):
+            noisy = [_noisy_slope(f[direction], p.moments) for f, p in zip(found, parts, strict=True)]  # type: ignore[arg-type]
+            for own, operator in zip(shrink, shrinkers(noisy, moments.lam), strict=True):
+                setattr(own, name, operator)
+        gains = [_gains(f, own) for f, own in zip(found, shrink, strict=True)]
+    means = [_noisy_mean(mean_residual(p, "shrunk", *g), p) for p, g in zip(parts, gains, strict=True)]
+    for own, operator in zip(shrink, shrinkers(means, moments.lam), strict=True):
+        own.mean = operator
     return shrink
 
 
-def _slope_operator(slope: Slope, moments: Moments) -> Tensor:
-    """For one direction's slopes, all bands at once; channels are the columns."""
+def _noisy_slope(slope: Slope, moments: Moments) -> Noisy:
+    """One direction's slopes, all bands at once; channels are the columns."""
     folds = moments.folds
     model = slope.variance.mean(1)  # (L, bands)
     robust = slope.influence.square().sum(0).mean(1) * folds / (folds - 1)
@@ -225,12 +252,11 @@ def _slope_operator(slope: Slope, moments: Moments) -> Tensor:
     variance = model * (weights @ excess).clamp_min(1.0)
     sd = torch.where(variance > 0, variance, torch.ones_like(variance)).sqrt().T  # absent slopes are zero
     influence = slope.influence / sd.T[:, None, :] * folds**0.5  # (F, L, C, bands)
-    gram = torch.einsum("lcb,mcb->blm", slope.value, slope.value)
-    return shrinker(gram, sd, [*influence.unbind(-1)], moments.lam)
+    return Noisy(torch.einsum("lcb,mcb->blm", slope.value, slope.value), sd, [*influence.unbind(-1)])
 
 
-def _mean_operator(mean: Mean, centred: Centred) -> Tensor:
-    """For the map, band by band; a band's coefficients and channels are the columns."""
+def _noisy_mean(mean: Mean, centred: Centred) -> Noisy:
+    """The map, band by band; a band's coefficients and channels are the columns."""
     moments = centred.moments
     rows = centred.rows[:, :, None, None]
     deviations = centred.fold_sums(mean.combination) + rows * (mean.offset - mean.value)  # (F, L, C, K)
@@ -241,5 +267,4 @@ def _mean_operator(mean: Mean, centred: Centred) -> Tensor:
     members = moments.bands.members
     by_band = [deviations[..., index].flatten(2) for index in members]
     values = [mean.value[..., index].flatten(1) for index in members]  # (L, C * size)
-    gram = torch.stack([value @ value.T for value in values])
-    return shrinker(gram, sd.T, by_band, moments.lam)
+    return Noisy(torch.stack([value @ value.T for value in values]), sd.T, by_band)

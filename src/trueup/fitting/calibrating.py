@@ -13,7 +13,7 @@ from torch import Tensor
 from trueup.calibration import Calibration
 from trueup.denoiser import Denoiser
 from trueup.errors import DataError
-from trueup.estimate import fit, measure
+from trueup.estimate import classes_of, fit, measure
 from trueup.estimate.measuring import IMAGES
 from trueup.estimate.solve import check_names
 from trueup.fitting.gains import TRAJECTORIES, judge
@@ -30,6 +30,7 @@ def calibrate(
     estimator: str = "shrunk",
     levels: Sequence[float] | Tensor | None = None,
     nfe: int | list[int] | None = None,
+    per_class: bool | Sequence[int] = False,
     seed: int = 0,
     run: str | PathLike[str] | None = None,
     trust: bool = False,
@@ -45,6 +46,9 @@ def calibrate(
     sampling (`Calibration.gains`): the lowest loss does not make the best samples. nfe: fit solvers for so
     many evaluations as well (see `fit_solver`).
 
+    per_class: a correction for every class as well, drawn towards that of all as far as its own images do not
+    say more; True for the labels that are in the data, or a list of them. A null label is a class of its own.
+
     family: "shift" (the paper's) or "spectral". estimator: "shrunk", or the unshrunk "plain" (the paper's),
     "paired", "regressed". levels: times of the network's process; the default covers all of it. run: a
     directory that keeps what was measured, to go on from after an interruption or to add images to. trust:
@@ -58,7 +62,10 @@ def calibrate(
     if once and numbers is not None:
         problem = "a solver is fitted to labels as they are in the data, and these can be read only once"
         raise DataError(f"{problem}: pass a list or a dataset, or fit it afterwards (trueup.fit_solver)")
-    moments = measure(denoiser, data, levels=levels, seed=seed, run=run, trust=trust, progress=progress)
+    named = isinstance(per_class, Sequence)
+    classes = list(per_class) if named else classes_of(data, denoiser) if per_class else ()  # type: ignore[arg-type]
+    measuring: dict[str, Any] = {"levels": levels, "classes": classes, "trust": trust}
+    moments = measure(denoiser, data, seed=seed, run=run, progress=progress, **measuring)
     calibration = fit(moments, family=family, estimator=estimator)
     if once:  # its labels are gone, so that samples cannot judge
         return calibration
