@@ -303,6 +303,8 @@ def _add_fit(parser: _Parser) -> None:
     fit = parser.add_argument_group("calibration")
     fit.add_argument("--family", choices=("spectral", "shift", "none"), default="spectral")
     fit.add_argument("--estimator", choices=("shrunk", "regressed", "paired", "plain"), default="shrunk")
+    by_class = "a correction for every class as well, of the labels that are in the data"
+    fit.add_argument("--per-class", **_FLAG, help=by_class)
     left_out = "draw no samples to judge the correction by, and save their time"
     fit.add_argument("--no-samples", dest="judged", action="store_false", help=left_out)
 

@@ -78,6 +78,15 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         "levels": levels,
         "process": calibration.process.kind,
         "samples": None if calibration.samples is None else calibration.samples.as_json(),
+        "classes": [
+            {
+                "label": of.label,
+                "images": of.images,
+                "own": of.correction is not None,
+                "bound_gain": {"nats": of.gain.as_json()},
+            }
+            for of in calibration.classes
+        ],
         "solvers": [
             {
                 **{
