@@ -18,6 +18,7 @@ from trueup.denoiser.binding import Place
 from trueup.errors import MismatchError, ModelError, TrueupError
 from trueup.estimate import Moments, fit
 from trueup.estimate.measuring import check_levels
+from trueup.estimate.solve import FEWEST_FOLDS
 from trueup.estimate.stored import SUMS
 from trueup.hf import as_denoiser
 from trueup.parametrization import Parametrization
@@ -65,7 +66,9 @@ class Recorder:
         folds: int | None = None,
     ):
         if half_life is not None and not 0 < half_life < math.inf:
-            raise TrueupError(f"half_life is a number of steps above 0, or None to forget nothing, not {half_life!r}")
+            raise TrueupError(
+                f"half_life is a number of steps above 0, or None to forget nothing, not {half_life!r}"
+            )
         if not isinstance(every, int) or every < 1:
             raise TrueupError(f"every is a whole number of at least 1, not {every!r}")
         self._described = known = described(process, prediction, shape)
@@ -124,7 +127,6 @@ class Recorder:
         cover which images there happened to be; without it rows are dealt as they come, both sides of a held-out
         check may have seen an image, and intervals are about its noise alone.
         """
-        self._step()
         self._add(x_t, t, output, target, y, index)
 
     def observe(
@@ -140,9 +142,8 @@ class Recorder:
 
         It is called as network(x_t, t) or network(x_t, t, y), without gradient and in evaluation mode.
         """
-        due = self.due
-        self._step()
-        if not due:
+        if not self.due:
+            self._step()
             return
         evaluated = Denoiser(network, self._described.process, self._described.parametrization, self.shape)
         with evaluated.evaluating(), torch.no_grad():
@@ -171,24 +172,32 @@ class Recorder:
             raise TrueupError(f"index is {tuple(index.shape)}, expected one for each of the {len(x_t)} rows")
         with torch.autocast(x_t.device.type, enabled=False):
             rows = self._reader.read(x_t, t, output, target, y)
+            self._step()
             if self._sums.first.device != device:
                 self._sums, self._strays = self._sums.to(device), self._strays.to(device)
             if index is None:
                 start = self.rows + _RANK * _rank()
                 index = torch.arange(start, start + len(x_t), device=device)
             self._strays += rows.strays
-            vectors, weight, share = (rows.eps_hat, rows.eps, rows.u), rows.weight, rows.share
-            place: dict[str, Any] = {"position": rows.position}
-            self._sums.add(rows.level, index, *vectors, weight=self._weight * weight, **place)
-            self._sums.add_samples(index, rows.x0, None, weight=self._weight * share, **place)
+            used, share, place = self._weight * rows.used, self._weight * rows.share, rows.position
+            vectors = (rows.eps_hat, rows.eps, rows.u)
+            self._sums.add(rows.level, index, *vectors, weight=used, position=place)
+            self._sums.add_samples(index, rows.x0, None, weight=share, position=place)
         self.rows += len(x_t)
 
     def moments(self) -> Moments:
-        """What was recorded, on the CPU; a row of the last step weighs one."""
+        """What was recorded, on the CPU; a row of the last step weighs one.
+
+        The data's own sums are scaled to no more rows than any level has: their mean is then no control (equation
+        16), whose error all folds would share and none could see.
+        """
         now = _at_weight_one(self)._sums.to("cpu")
-        most = float((now.squares / now.rows.clamp_min(1e-300)).max())
-        if most > 1:  # rows between levels may weigh a little more
-            now.decay(1 / most)
+        rows = now.used()
+        known = (rows.rows[0] > 0).sum(0) >= FEWEST_FOLDS  # levels that a fit looks at
+        fewest = float(rows.effective[known if known.any() else ~known].min())
+        most = float(now.data_rows.sum())
+        for sums in (now.data_rows, now.data_first, now.data_second):
+            sums.mul_(min(1.0, fewest / most) if most else 1.0)
         return now
 
     def calibration(
@@ -303,7 +312,9 @@ class Recorder:
         ours = self._settings()
         other = [name for name in ours if ours[name] != theirs[name]]
         if other:
-            told = ("" if name == "process" else f" ({theirs[name]}, here {ours[name]})" for name in other[:1])
+            told = (
+                "" if name == "process" else f" ({theirs[name]}, here {ours[name]})" for name in other[:1]
+            )
             raise MismatchError(f"this record is of another model: its {other[0]} differs{next(told)}")
 
 

@@ -1,8 +1,8 @@
 """What a training loop has at hand, x_t, t, output and target, read as noise, and put to a noise level.
 
-A row was drawn at a time of its own and is counted at the level nearest in lam, `delta = lam(t) - lam` away. All
-its vectors are multiplied by e^-delta, which is equation 55 of docs/math.md: u is then (alpha/sigma) x0 + e^-delta
-eps at the level's alpha/sigma, so x0 is recovered exactly, and what is uncorrelated at t is so at the level.
+A row was drawn at a time of its own, and is counted at the level nearest in lam. Its residual, output and u = x_t/sigma
+are those of its own time: what is uncorrelated at every time is so in their sum, and an ideal network stays ideal
+(docs/math.md, recording).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess
 
 _SLACK = 0.1  # of the range of times: who draws further out means another process
-_COLUMNS = ("level", "weight", "share", "of_output", "of_input", "of_u", "to_x0")
+_COLUMNS = ("level", "share", "of_output", "of_input", "of_u", "to_x0")
 
 
 def described(process: Any, prediction: Parametrization | str | None, shape: Sequence[int]) -> Denoiser:
@@ -45,18 +45,17 @@ def _unknown(*_: Any) -> Tensor:
 
 @dataclass
 class Rows:
-    """A batch as it is counted; vectors are (B, C, *spatial) and float64, zero in rows that are left out."""
+    """A batch as it is counted; vectors are (B, C, *spatial) and float32, zero in rows that are left out."""
 
     t: Tensor  # (B,) float64
     level: Tensor  # (B,)
     position: Tensor | None  # (B,) of its class
-    used: Tensor  # (B,) finite, and at a time of the process
-    weight: Tensor  # (B,) 0 where it is not used
-    share: Tensor  # (B,) the same, for what it says of the data
+    used: Tensor  # (B,) 1.0, or 0.0 if it is left out
+    share: Tensor  # (B,) the same for the data's own sums: x0 is read off x_t the better, the less noise there is
     eps_hat: Tensor
     eps: Tensor
     u: Tensor
-    x0: Tensor  # unlike the others not scaled
+    x0: Tensor
     strays: Tensor  # (3,) how many rows were at no time of the process, of no known class, not finite
 
 
@@ -89,17 +88,17 @@ class Reader:
         named = dict(zip(_COLUMNS, columns, strict=True))  # (B,) each
         position, labelled = self._position(y, count, classes)
         wide = (-1, *[1] * (x_t.ndim - 1))  # (B,) -> (B, 1, 1, 1)
-        of_output, of_input, of_u, to_x0 = (named[name].reshape(wide) for name in _COLUMNS[3:])
+        of_output, of_input, of_u, to_x0 = (named[name].reshape(wide) for name in _COLUMNS[2:])
         x_t, output, target = (v.to(device) for v in (x_t, output, target))
         at_input = of_input * x_t
         eps, u = of_output * target + at_input, of_u * x_t
         vectors = torch.stack([of_output * output + at_input, eps, u, to_x0 * (u - eps)])
         finite = vectors.transpose(0, 1).flatten(1).sum(1).isfinite()
         used = finite & known & labelled
-        vectors = torch.where(used.reshape(wide), vectors, 0.0)
+        vectors = torch.where(used.reshape(wide), vectors, 0.0).float()
         strays = torch.stack([~inside, ~labelled, ~finite]).sum(1)
-        weight, share = used * columns[1:3]
-        return Rows(times, named["level"].long(), position, used, weight, share, *vectors, strays)
+        level, share = named["level"].long(), named["share"] * used
+        return Rows(times, level, position, used.to(share), share, *vectors, strays)
 
     def _checked(self, x_t: Tensor, output: Tensor, target: Tensor) -> Tensor:
         shape, channels = self.model.shape, self.model.shape[0]
@@ -158,27 +157,24 @@ class Reader:
         if device not in self._ready:
             process, table = self.model.process, None
             if process.integer_times:
-                table = self._columns(torch.arange(process.t_max + 1, dtype=torch.float64), self.lam).to(device)
+                table = self._columns(torch.arange(process.t_max + 1, dtype=torch.float64), self.lam).to(
+                    device
+                )
             lam = None if self.lam is None else self.lam.to(device)
             self._ready[device] = (table, lam, torch.tensor(self.classes, dtype=torch.int64, device=device))
         return self._ready[device]
 
     def _columns(self, t: Tensor, levels: Tensor | None) -> Tensor:
-        """_COLUMNS of rows at times t (B,), (7, B): where they count, how much, and as what."""
+        """_COLUMNS of rows at times t (B,), (6, B): the level, and how vectors follow from what is at hand."""
         process, parametrization = self.model.process, self.model.parametrization
         lam, alpha, sigma = process.lam(t), process.alpha(t), process.sigma(t)
-        level, delta = torch.zeros_like(lam), torch.zeros_like(lam)
+        level = torch.zeros_like(lam)
         if levels is not None:
             between = -0.5 * (levels[1:] + levels[:-1])  # rising
-            nearest = torch.searchsorted(between, -lam)
-            level, delta = nearest.to(lam), lam - levels[nearest]
-        scale = (-delta).exp()
+            level = torch.searchsorted(between, -lam).to(lam)
         one, zero = torch.ones_like(lam), torch.zeros_like(lam)
         of_output, of_input = (parametrization.to_eps(*at, alpha, sigma) for at in ((one, zero), (zero, one)))
-        # Weighted by e^delta, a loss that is the same all over a level's rows stays what it is (equation 56).
-        counted = (level, 1 / scale, torch.sigmoid(2 * lam) / scale)
-        # x0 is read off x_t, the better the less noise there is: hence the share.
-        return torch.stack([*counted, *(scale * v for v in (of_output, of_input, 1 / sigma)), (delta - lam).exp()])
+        return torch.stack([level, torch.sigmoid(2 * lam), of_output, of_input, 1 / sigma, (-lam).exp()])
 
 
 def home(device: torch.device) -> torch.device:
