@@ -30,16 +30,18 @@ _RANK = 1 << 40  # running numbers of a rank: more than it will ever see
 
 
 class Recorder:
-    """Records how a network errs while it trains: no evaluation of its own, no gradient, one line in the loop.
+    """Records how a network errs while it trains: no evaluation of its own, no gradient, one line in the
+    loop.
 
         recorder.update(x_t, t, output, target)
 
-    process: a `trueup.process` or a diffusers scheduler. prediction: as for `Denoiser`, or by diffusers' name;
-    without one, what the scheduler says. shape: one sample's. classes: labels whose sums are kept apart, the null
-    label among them if there is one; every update then needs `y`. half_life: calls after which an evaluation
-    counts half, since the weights have moved on; None: nothing is forgotten. every: of the calls of `observe`,
-    one in so many evaluates the network. levels: times at which errors are known, by default those of
-    `trueup.estimate.measure`. folds: groups of rows for held-out checks, 16 unless samples are very large.
+    process: a `trueup.process` or a diffusers scheduler. prediction: as for `Denoiser`, or by diffusers'
+    name; without one, what the scheduler says. shape: one sample's. classes: labels whose sums are kept
+    apart, the null label among them if there is one; every update then needs `y`. half_life: calls after
+    which an evaluation counts half, since the weights have moved on; None: nothing is forgotten. every: of
+    the calls of `observe`, one in so many evaluates the network. levels: times at which errors are known, by
+    default those of `trueup.estimate.measure`. folds: groups of rows for held-out checks, 16 unless samples
+    are very large.
 
     >>> from trueup.process import DiscreteVP
     >>> process = DiscreteVP.linear()
@@ -120,12 +122,13 @@ class Recorder:
     ) -> None:
         """Count a batch: x_t (B, *shape), its times t (B,), what the network said and what it should have.
 
-        Everything stays on the device of x_t, and nothing waits for it. Values there are not looked at: a time or
-        a label that cannot be is told by whatever reads the record next; rows that are not finite are left out.
+        Everything stays on the device of x_t, and nothing waits for it. Values there are not looked at: a
+        time or a label that cannot be is told by whatever reads the record next; rows that are not finite are
+        left out.
 
-        index (B,): each image's place in the data set. An image then stays in its fold over epochs, and intervals
-        cover which images there happened to be; without it rows are dealt as they come, both sides of a held-out
-        check may have seen an image, and intervals are about its noise alone.
+        index (B,): each image's place in the data set. An image then stays in its fold over epochs, and
+        intervals cover which images there happened to be; without it rows are dealt as they come, both sides
+        of a held-out check may have seen an image, and intervals are about its noise alone.
         """
         self._add(x_t, t, output, target, y, index)
 
@@ -188,8 +191,8 @@ class Recorder:
     def moments(self) -> Moments:
         """What was recorded, on the CPU; a row of the last step weighs one.
 
-        The data's own sums are scaled to no more rows than any level has: their mean is then no control (equation
-        16), whose error all folds would share and none could see.
+        The data's own sums are scaled to no more rows than any level has: their mean is then no control
+        (equation 16), whose error all folds would share and none could see.
         """
         now = _at_weight_one(self)._sums.to("cpu")
         rows = now.used()
@@ -205,8 +208,8 @@ class Recorder:
     ) -> Calibration:
         """The calibration that follows from what was recorded: an ordinary one, to save and to attach.
 
-        network: the one that was recorded, as a module, a pipeline or a `Denoiser`; its weights are noted, so that
-        `attach` knows them, and how it is called. Without it `attach` needs `force=True`.
+        network: the one that was recorded, as a module, a pipeline or a `Denoiser`; its weights are noted, so
+        that `attach` knows them, and how it is called. Without it `attach` needs `force=True`.
         """
         moments = self.moments()
         if not moments.rows.any():

@@ -1,8 +1,8 @@
 """What a training loop has at hand, x_t, t, output and target, read as noise, and put to a noise level.
 
-A row was drawn at a time of its own, and is counted at the level nearest in lam. Its residual, output and u = x_t/sigma
-are those of its own time: what is uncorrelated at every time is so in their sum, and an ideal network stays ideal
-(docs/math.md, recording).
+A row was drawn at a time of its own, and is counted at the level nearest in lam. Its residual, output and u =
+x_t/sigma are those of its own time: what is uncorrelated at every time is so in their sum, and an ideal
+network stays ideal (docs/math.md, recording).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _COLUMNS = ("level", "share", "of_output", "of_input", "of_u", "to_x0")
 def described(process: Any, prediction: Parametrization | str | None, shape: Sequence[int]) -> Denoiser:
     """What is known of a network that is still being trained; its own call is not among it.
 
-    process: a `NoiseProcess` or a diffusers scheduler; prediction: by our name or by diffusers', and without one
-    what the scheduler says.
+    process: a `NoiseProcess` or a diffusers scheduler; prediction: by our name or by diffusers', and without
+    one what the scheduler says.
     """
     read: Parametrization | None = None
     if not isinstance(process, NoiseProcess) and hasattr(process, "config"):
@@ -51,7 +51,7 @@ class Rows:
     level: Tensor  # (B,)
     position: Tensor | None  # (B,) of its class
     used: Tensor  # (B,) 1.0, or 0.0 if it is left out
-    share: Tensor  # (B,) the same for the data's own sums: x0 is read off x_t the better, the less noise there is
+    share: Tensor  # (B,) the same for the data's own sums: less, where x_t says little of x0
     eps_hat: Tensor
     eps: Tensor
     u: Tensor
@@ -93,12 +93,12 @@ class Reader:
         at_input = of_input * x_t
         eps, u = of_output * target + at_input, of_u * x_t
         vectors = torch.stack([of_output * output + at_input, eps, u, to_x0 * (u - eps)])
-        finite = vectors.transpose(0, 1).flatten(1).sum(1).isfinite()
+        finite = vectors.sum((0, *range(2, vectors.ndim))).isfinite()  # (B,)
         used = finite & known & labelled
-        vectors = torch.where(used.reshape(wide), vectors, 0.0).float()
+        eps_hat, eps, u, x0 = torch.where(used.reshape(wide), vectors, 0.0).float()
         strays = torch.stack([~inside, ~labelled, ~finite]).sum(1)
         level, share = named["level"].long(), named["share"] * used
-        return Rows(times, level, position, used.to(share), share, *vectors, strays)
+        return Rows(times, level, position, used.to(share), share, eps_hat, eps, u, x0, strays)
 
     def _checked(self, x_t: Tensor, output: Tensor, target: Tensor) -> Tensor:
         shape, channels = self.model.shape, self.model.shape[0]
@@ -145,7 +145,7 @@ class Reader:
         if outside:
             process = self.model.process
             raise ModelError(
-                f"t goes beyond {process.t_min:g} to {process.t_max:g}, the times of this noise process: is it "
+                f"t goes beyond {process.t_min:g} to {process.t_max:g}, the times of this process: is it "
                 "the one that training draws from?"
             )
         if unknown:
@@ -153,7 +153,8 @@ class Reader:
             raise DataError(f"a label is not among the classes {named}: name it (the null label, too)")
 
     def _on(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """What is looked up, where it is needed, copied there once: a table over whole times, lam, classes."""
+        """What is looked up, where it is needed, copied there once: a table over whole times, lam,
+        classes."""
         if device not in self._ready:
             process, table = self.model.process, None
             if process.integer_times:
@@ -165,7 +166,8 @@ class Reader:
         return self._ready[device]
 
     def _columns(self, t: Tensor, levels: Tensor | None) -> Tensor:
-        """_COLUMNS of rows at times t (B,), (6, B): the level, and how vectors follow from what is at hand."""
+        """_COLUMNS of rows at times t (B,), (6, B): the level, and how vectors follow from what is at
+        hand."""
         process, parametrization = self.model.process, self.model.parametrization
         lam, alpha, sigma = process.lam(t), process.alpha(t), process.sigma(t)
         level = torch.zeros_like(lam)

@@ -19,9 +19,9 @@ _EMBEDDING = 128
 class ShallowNetwork:
     """h_phi(t, y): a 3-layer MLP of width 512, trained by Adam towards E[eps_hat] beside the model.
 
-    The baseline that `Recorder` is compared with. As published it regresses the network's output, read as noise;
-    `paired`: its residual eps_hat - eps, which has the same mean and far less noise. beta: the weight of a time,
-    a function of t (B,); by default all weigh the same.
+    The baseline that `Recorder` is compared with. As published it regresses the network's output, read as
+    noise; `paired`: its residual eps_hat - eps, which has the same mean and far less noise. beta: the weight
+    of a time, a function of t (B,); by default all weigh the same.
 
     >>> from trueup.process import DiscreteVP
     >>> shallow = ShallowNetwork(DiscreteVP.linear(), "noise", shape=(1, 8, 8), width=32)
