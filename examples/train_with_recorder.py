@@ -3,8 +3,8 @@
     python examples/train_with_recorder.py images.npy out --steps 5000
 
 The loop is that of diffusers' examples/unconditional_image_generation: a UNet2DModel, a DDPMScheduler and an
-EMAModel, through accelerate where it is installed. What was added is marked with `recorder`. While it trains it
-prints how uncalibrated both are; at the end OUT/raw and OUT/ema are pipelines, and OUT/raw.safetensors and
+EMAModel, through accelerate where it is installed. What was added is marked with `recorder`. While it trains
+it prints how uncalibrated both are; at the end OUT/raw and OUT/ema are pipelines, and OUT/raw.safetensors and
 OUT/ema.safetensors their calibrations:
 
     pipe = DDPMPipeline.from_pretrained("out/ema")
