@@ -1,5 +1,6 @@
 """The recorder: moments of a training loop, against `measure`, closed forms and plain arithmetic."""
 
+import contextlib
 import copy
 import io
 import math
@@ -354,6 +355,19 @@ def test_observe_evaluates_every_kth_time_without_dropout_or_gradient():
     assert network.training
     assert network.drop.training
     assert all(torch.equal(sums(recorder)[name], sums(expected)[name]) for name in SUMS)
+
+
+@pytest.mark.parametrize(("process", "prediction"), PREDICTIONS)
+def test_an_update_looks_at_no_value(process, prediction, monkeypatch):
+    """So it never waits for a GPU: here on a device whose tensors have no values to look at."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # unknown there
+    recorder = trueup.Recorder(process, prediction, SHAPE, classes=(0, 1))
+    x_t, output, target = (torch.zeros(4, *SHAPE, device="meta") for _ in range(3))
+    t, y = torch.zeros(4, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta")
+    for index in (None, torch.arange(4)):
+        recorder.update(x_t, t, output, target, y, index)
+    assert recorder._sums.first.device.type == "meta"
+    assert recorder.rows == 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
