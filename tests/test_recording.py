@@ -290,6 +290,18 @@ def test_classes_are_kept_apart():
     assert not moments.of_class(2).rows.any()
 
 
+@pytest.mark.parametrize("count", [1, 2, 10, 50])
+def test_a_few_rows_make_a_calibration_that_says_so(tmp_path, count):
+    recorder = trueup.Recorder(PROCESS, "noise", SHAPE)
+    x_t, t, eps, _ = next(batches(1, count=count))
+    recorder.update(x_t, t, 1.2 * eps, eps)
+    cal = recorder.calibration()
+    assert recorder.log() == {}
+    assert "use 20 or more" in cal.verdict()
+    cal.save(tmp_path / "cal.safetensors")
+    assert trueup.load(tmp_path / "cal.safetensors").empty
+
+
 def test_the_moments_are_a_file(tmp_path):
     moments = recorded(too_bright(0.1), steps=5).moments()
     moments.save(tmp_path / "moments.safetensors")

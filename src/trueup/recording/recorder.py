@@ -191,16 +191,17 @@ class Recorder:
     def moments(self) -> Moments:
         """What was recorded, on the CPU; a row of the last step weighs one.
 
-        The data's own sums are scaled to no more rows than any level has: their mean is then no control
-        (equation 16), whose error all folds would share and none could see.
+        The data's own sums are scaled to as many rows as the level with the fewest has: their mean is then
+        no control (equation 16), whose error all folds would share and none could see.
         """
         now = _at_weight_one(self)._sums.to("cpu")
-        rows = now.used()
-        known = (rows.rows[0] > 0).sum(0) >= FEWEST_FOLDS  # levels that a fit looks at
-        fewest = float(rows.effective[known if known.any() else ~known].min())
-        most = float(now.data_rows.sum())
-        for sums in (now.data_rows, now.data_first, now.data_second):
-            sums.mul_(min(1.0, fewest / most) if most else 1.0)
+        rows = now.pooled().rows[0]  # (F, L)
+        enough = (rows > 0).sum(0) >= FEWEST_FOLDS  # else a fit does not look at the level, if it can
+        looked_at = enough if enough.any() else rows.sum(0) > 0
+        if looked_at.any():
+            scale = now.effective[looked_at].min() / now.data_rows.sum()
+            for sums in (now.data_rows, now.data_first, now.data_second):
+                sums.mul_(scale)
         return now
 
     def calibration(
@@ -212,8 +213,10 @@ class Recorder:
         that `attach` knows them, and how it is called. Without it `attach` needs `force=True`.
         """
         moments = self.moments()
-        if not moments.rows.any():
+        seen = moments.rows.sum((0, 1)) > 0  # (L,)
+        if not seen.any():
             raise TrueupError("nothing was recorded yet: call update() or observe() first")
+        moments = moments.at_levels(seen)
         made = {"steps": self.steps, "rows": self.rows, "half_life": self.half_life}
         provenance = {**moments.provenance, "recorded": made}
         if network is not None:
