@@ -156,18 +156,18 @@ class Moments:
         y: Tensor | None = None,
         group: Tensor | None = None,
         weight: Tensor | float = 1.0,
-        position: Tensor | None = None,
+        cell: Tensor | None = None,
     ) -> None:
         """Add evaluations, a row each: level (B,) among the L, global sample index (B,), (B, C, *spatial).
 
         Samples of one `group` (B,) share a fold; each counts `weight` times, one number or (B,). Everything
         happens on the device of the sums, and nothing waits for it but the check that labels `y` are among
-        `classes`: who knows their `position` (B,) there says that instead.
+        `classes`. Who knows where rows belong says so: `cell` (B,), the class's position * folds + fold.
         """
         level = level.to(self.first.device, torch.int64, non_blocking=True)
         if level.device.type == "cpu" and not ((level >= 0) & (level < self.levels)).all():
             raise TrueupError(f"level is a position among the {self.levels} noise levels, counted from 0")
-        cell = self._cell(index, y, group, position) * self.levels + level
+        cell = (self._cell(index, y, group) if cell is None else cell) * self.levels + level
         k = self.filter_gain.to(level.device, torch.float32, non_blocking=True)[level].reshape(
             -1, *[1] * (u.dim() - 1)
         )
@@ -192,7 +192,7 @@ class Moments:
         y: Tensor | None = None,
         group: Tensor | None = None,
         weight: Tensor | float = 1.0,
-        position: Tensor | None = None,
+        cell: Tensor | None = None,
         mean_only: bool = False,
     ) -> None:
         """Add samples (B, C, *spatial) to the data's own sums, and note them by index and digest.
@@ -200,7 +200,7 @@ class Moments:
         digests None: samples are not tracked, as in a training loop that sees them again and again. The rest
         is as in `add`.
         """
-        cell = self._cell(index, y, group, position)
+        cell = self._cell(index, y, group) if cell is None else cell
         z = self.bands.dct(x0.to(self.first.device).float()).flatten(2).double()  # (B, C, K)
         w = _weights(weight, cell)
         wide = w[:, None, None]
@@ -214,14 +214,12 @@ class Moments:
             self.mean_only += len(values) if mean_only else 0
             self.data_digest = (self.data_digest + sum(values)) & _WRAP
 
-    def _cell(self, index: Tensor, y: Tensor | None, group: Tensor | None, position: Tensor | None) -> Tensor:
+    def _cell(self, index: Tensor, y: Tensor | None, group: Tensor | None) -> Tensor:
         """Class and fold of each row, as one number."""
         key = (index if group is None else group).to(self.first.device, torch.int64, non_blocking=True)
         fold = fold_of(key, self.folds)
         if not self.classes:
             return fold
-        if position is not None:
-            return position.to(key.device) * self.folds + fold
         if y is None:
             raise TrueupError("these moments are kept by class: every sample needs its label y")
         same = y.reshape(-1, 1) == torch.tensor(self.classes, device=y.device)  # (B, G)

@@ -18,6 +18,7 @@ from trueup.denoiser.binding import Place
 from trueup.errors import MismatchError, ModelError, TrueupError
 from trueup.estimate import Moments, fit
 from trueup.estimate.measuring import check_levels
+from trueup.estimate.moments import fold_of
 from trueup.estimate.solve import FEWEST_FOLDS
 from trueup.estimate.stored import SUMS
 from trueup.hf import as_denoiser
@@ -26,7 +27,10 @@ from trueup.recording.rows import Reader, described, home
 from trueup.statistics import Number
 
 _HEAVY = 2.0**40  # a weight at which all sums are rescaled: far from where float64 ends
-_RANK = 1 << 40  # running numbers of a rank: more than it will ever see
+_CYCLE = (
+    1 << 16
+)  # rows after which dealing begins again: hashing every batch costs as much as adding it
+_APART = 7919  # between the running numbers that ranks begin with
 
 
 class Recorder:
@@ -89,6 +93,7 @@ class Recorder:
         self._reader = Reader(known, self._sums.classes, self._sums.lam)
         self._strays = torch.zeros(3, dtype=torch.int64)  # see `Rows`
         self._weight = 1.0  # of a row at this step; those before count as they did when they came
+        self._deal: Tensor | None = None
         self.steps, self.rows = 0, 0
 
     @property
@@ -178,15 +183,25 @@ class Recorder:
             self._step()
             if self._sums.first.device != device:
                 self._sums, self._strays = self._sums.to(device), self._strays.to(device)
-            if index is None:
-                start = self.rows + _RANK * _rank()
-                index = torch.arange(start, start + len(x_t), device=device)
             self._strays += rows.strays
-            used, share, place = self._weight * rows.used, self._weight * rows.share, rows.position
+            cell = self._dealt(len(x_t), device) if index is None else self._folds(index.to(device))
+            if rows.position is not None:
+                cell = rows.position * self._sums.folds + cell
             vectors = (rows.eps_hat, rows.eps, rows.u)
-            self._sums.add(rows.level, index, *vectors, weight=used, position=place)
-            self._sums.add_samples(index, rows.x0, None, weight=share, position=place)
+            # Where the cell is known, nobody asks for the index.
+            self._sums.add(rows.level, cell, *vectors, cell=cell, weight=self._weight * rows.used)
+            self._sums.add_samples(cell, rows.x0, None, cell=cell, weight=self._weight * rows.share)
         self.rows += len(x_t)
+
+    def _folds(self, key: Tensor) -> Tensor:
+        return fold_of(key.to(torch.int64), self._sums.folds)
+
+    def _dealt(self, count: int, device: torch.device) -> Tensor:
+        """The folds of rows by their running numbers, which are those of the rank."""
+        if self._deal is None or self._deal.device != device or len(self._deal) < count:
+            self._deal = self._folds(torch.arange(max(_CYCLE, count), device=device))
+        start = (self.rows + _APART * _rank()) % (len(self._deal) - count + 1)
+        return self._deal[start : start + count]
 
     def moments(self) -> Moments:
         """What was recorded, on the CPU; a row of the last step weighs one.
@@ -194,6 +209,7 @@ class Recorder:
         The data's own sums are scaled to as many rows as the level with the fewest has: their mean is then
         no control (equation 16), whose error all folds would share and none could see.
         """
+        self._reader.refuse(self._strays)
         now = _at_weight_one(self)._sums.to("cpu")
         rows = now.pooled().rows[0]  # (F, L)
         enough = (rows > 0).sum(0) >= FEWEST_FOLDS  # else a fit does not look at the level, if it can
@@ -326,7 +342,6 @@ class Recorder:
 
 def _at_weight_one(recorder: Recorder) -> Recorder:
     """A copy in which a row of the last step counts once."""
-    recorder._reader.refuse(recorder._strays)
     made = copy.copy(recorder)
     made._sums, made._strays = _copied(recorder._sums), recorder._strays.clone()
     made._rebase()
