@@ -27,9 +27,7 @@ from trueup.recording.rows import Reader, described, home
 from trueup.statistics import Number
 
 _HEAVY = 2.0**40  # a weight at which all sums are rescaled: far from where float64 ends
-_CYCLE = (
-    1 << 16
-)  # rows after which dealing begins again: hashing every batch costs as much as adding it
+_CYCLE = 1 << 16  # rows after which dealing begins again: hashing every batch costs as much as adding it
 _APART = 7919  # between the running numbers that ranks begin with
 
 
