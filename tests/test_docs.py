@@ -1,4 +1,4 @@
-"""The code in README and guide runs as it stands."""
+"""The code in README and on the pages runs as it stands."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import diffusers
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from trueup.estimate.diagnose import Diagnosis
@@ -15,7 +16,7 @@ from tiny import tiny_unet
 ROOT = Path(__file__).parent.parent
 BLOCKS = {
     f"{name} {k}": code
-    for name in ("README.md", "docs/guide.md", "docs/theory.md")
+    for name in ("README.md", "docs/guide.md", "docs/theory.md", "docs/recording.md")
     for k, code in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S))
     if "my_module" not in code  # a fragment: it shows where things go
 }
@@ -37,6 +38,33 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+def training():
+    """What the page on recording takes from the reader's script."""
+    import trueup
+
+    unet = tiny_unet(in_channels=3, out_channels=3)
+    x_t, target = torch.randn(2, 40, 16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    t = torch.randint(1000, (40, 16), generator=torch.Generator().manual_seed(1))
+    return {
+        "torch": torch,
+        "trueup": trueup,
+        "unet": unet,
+        "scheduler": diffusers.DDPMScheduler(),
+        "optimizer": torch.optim.AdamW(unet.parameters()),
+        "loader": torch.utils.data.DataLoader(0.5 * x_t[:20, 0], batch_size=10),
+        "steps": zip(x_t, t, target + 0.1, target, strict=True),
+        "writer": Writer(),
+    }
+
+
+class Writer:
+    """A logger that insists on plain floats."""
+
+    def log(self, values, step):
+        assert all(type(value) is float for value in values.values())
+        assert step < 39 or values
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_code_runs(name, here):
     import trueup
@@ -44,5 +72,6 @@ def test_code_runs(name, here):
     code = BLOCKS[name]
     if "trueup.calibrate(" not in code:
         trueup.calibrate("my-model", "my-images", levels=[0, 500, 999]).save("my-model.trueup.safetensors")
-    exec(compile(code, name, "exec"), {"__name__": "__main__"})
+    around = training() if "recording" in name else {}
+    exec(compile(code, name, "exec"), {"__name__": "__main__", **around})
     assert list(here.glob("*.trueup.safetensors"))

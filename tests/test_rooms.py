@@ -16,7 +16,7 @@ ROOMS = (
     {"denoiser", "images", "hf", "analytic"},
     {"calibration"},
     {"estimate", "sampling"},
-    {"fitting"},
+    {"fitting", "recording"},
     {"metrics", "density", "evaluation", "comparison"},
     {"report", "figure", "demo", "typed", "options", "checks", "commands", "cli"},
 )

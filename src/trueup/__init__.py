@@ -27,6 +27,7 @@ _HOME = {
     "likelihood": "trueup.density",
     "Denoiser": "trueup.denoiser",
     "Images": "trueup.images",
+    "Recorder": "trueup.recording",
     "Parametrization": "trueup.parametrization",
     "TrueupError": "trueup.errors",
 }
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from trueup.fitting import fit_solver as fit_solver
     from trueup.images import Images as Images
     from trueup.parametrization import Parametrization as Parametrization
+    from trueup.recording import Recorder as Recorder
     from trueup.sampling import sample as sample
 
 

@@ -161,16 +161,19 @@ class Moments:
         *,
         y: Tensor | None = None,
         group: Tensor | None = None,
+        weight: Tensor | float = 1.0,
+        cell: Tensor | None = None,
     ) -> None:
         """Add evaluations, a row each: level (B,) among the L, global sample index (B,), (B, C, *spatial).
 
-        Samples of one `group` (B,) share a fold. Everything happens on the device of the sums, and nothing
-        waits for it but the check that labels `y` are among `classes`.
+        Samples of one `group` (B,) share a fold; each counts `weight` times, one number or (B,). Everything
+        happens on the device of the sums, and nothing waits for it but the check that labels `y` are among
+        `classes`. Who knows where rows belong says so: `cell` (B,), the class's position * folds + fold.
         """
         level = level.to(self.first.device, torch.int64, non_blocking=True)
         if level.device.type == "cpu" and not ((level >= 0) & (level < self.levels)).all():
             raise TrueupError(f"level is a position among the {self.levels} noise levels, counted from 0")
-        cell = self._cell(index, y, group) * self.levels + level
+        cell = (self._cell(index, y, group) if cell is None else cell) * self.levels + level
         k = self.filter_gain.to(level.device, torch.float32, non_blocking=True)[level].reshape(
             -1, *[1] * (u.dim() - 1)
         )
@@ -178,8 +181,10 @@ class Moments:
         z = self.bands.dct(vectors.to(self.first.device).float()).flatten(3)  # (B, 3, C, K)
         products = torch.cat([z[:, i : i + 1] * z[:, i:] for i in range(3)], 1)  # in the order of PAIRS
         products = products @ self.bands.indicator(z)  # (B, 6, C, bands)
-        one = torch.ones(len(cell), dtype=torch.float64, device=z.device)
-        terms = (one, one, z.double(), products.double())  # all of them, or, out of memory, nothing is added
+        w = _weights(weight, cell)  # (B,)
+        wide = w[:, None, None, None]
+        # all of them, or, out of memory, nothing is added
+        terms = (w, w.square(), wide * z.double(), wide * products.double())
         for name, term in zip(_BY_LEVEL, terms, strict=True):
             getattr(self, name).flatten(0, 2).index_add_(0, cell, term)
 
@@ -192,15 +197,20 @@ class Moments:
         *,
         y: Tensor | None = None,
         group: Tensor | None = None,
+        weight: Tensor | float = 1.0,
+        cell: Tensor | None = None,
         mean_only: bool = False,
     ) -> None:
         """Add samples (B, C, *spatial) to the data's own sums, and note them by index and digest.
 
-        digests None: samples are not tracked, as in a training loop that sees them again and again.
+        digests None: samples are not tracked, as in a training loop that sees them again and again. The rest
+        is as in `add`.
         """
-        cell = self._cell(index, y, group)
+        cell = self._cell(index, y, group) if cell is None else cell
         z = self.bands.dct(x0.to(self.first.device).float()).flatten(2).double()  # (B, C, K)
-        terms = (torch.ones(len(cell), dtype=torch.float64, device=z.device), z, self.bands.sum(z.square()))
+        w = _weights(weight, cell)
+        wide = w[:, None, None]
+        terms = (w, wide * z, wide * (z.square() @ self.bands.indicator(z)))
         for name, term in zip(_DATA, terms, strict=True):
             getattr(self, name).flatten(0, 1).index_add_(0, cell, term)
         if digests is not None:
@@ -342,6 +352,13 @@ class Moments:
 
 def _sums(moments: Moments, folds: Tensor | slice) -> dict[str, Any]:
     return {name: getattr(moments, name)[:, folds] for name in SUMS}
+
+
+def _weights(weight: Tensor | float, rows: Tensor) -> Tensor:
+    """A weight per row, (B,), float64."""
+    if isinstance(weight, Tensor):
+        return weight.to(rows.device, torch.float64, non_blocking=True).expand(len(rows))
+    return torch.full((len(rows),), weight, dtype=torch.float64, device=rows.device)
 
 
 def _few(classes: tuple[int, ...]) -> str:

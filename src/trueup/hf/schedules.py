@@ -15,9 +15,9 @@ from trueup import process as processes
 from trueup.errors import ModelError
 from trueup.parametrization import Parametrization
 
-_PREDICTIONS = {"epsilon": "noise", "sample": "data", "v_prediction": "velocity", "flow_prediction": "flow"}
+PREDICTIONS = {"epsilon": "noise", "sample": "data", "v_prediction": "velocity", "flow_prediction": "flow"}
 # What diffusers calls a prediction; EDM's are said to be other ones.
-PREDICTION_TYPES = {name: kind for kind, name in _PREDICTIONS.items()}
+PREDICTION_TYPES = {name: kind for kind, name in PREDICTIONS.items()}
 PREDICTION_TYPES |= {"edm": "epsilon", "edm_velocity": "v_prediction"}
 _DISTILLED = {
     "CMStochasticIterativeScheduler": "a consistency model",
@@ -71,13 +71,13 @@ def _schedule(name: str, config: Mapping[str, Any]) -> tuple[processes.NoiseProc
         if kind not in names:
             raise ModelError(f"{name} knows no prediction type {kind!r}; expected epsilon or v_prediction")
         return processes.EDM(sigma_data, *ends), Parametrization(names[kind], sigma_data)
-    if kind not in _PREDICTIONS:
-        known = ", ".join(_PREDICTIONS)
+    if kind not in PREDICTIONS:
+        known = ", ".join(PREDICTIONS)
         raise ModelError(f"unknown prediction type {kind!r} in the scheduler; known: {known}")
     if config.get("use_flow_sigmas") or kind == "flow_prediction":
         if kind == "v_prediction":
             raise ModelError(f"{name} with use_flow_sigmas has no meaning for a {kind!r} prediction")
-        return processes.Flow(time_scale=float(steps)), Parametrization(_PREDICTIONS[kind])
+        return processes.Flow(time_scale=float(steps)), Parametrization(PREDICTIONS[kind])
     if config.get("beta_schedule") is None and config.get("trained_betas") is None:
         unknown = "so what noise it puts at which time is not known: pass process= and prediction="
         raise ModelError(f"the config of {name or 'the scheduler'} names no beta_schedule, {unknown}")
@@ -87,7 +87,7 @@ def _schedule(name: str, config: Mapping[str, Any]) -> tuple[processes.NoiseProc
         low = config.get("sigma_min") or (-process.lam(process.t_min)).exp()
         high = config.get("sigma_max") or (-process.lam(process.t_max)).exp()
         return processes.EDM(1.0, float(low), float(high)), Parametrization("velocity")
-    return process, Parametrization(_PREDICTIONS[kind])
+    return process, Parametrization(PREDICTIONS[kind])
 
 
 def _discrete(config: Mapping[str, Any], steps: int) -> processes.DiscreteVP:
