@@ -98,6 +98,11 @@ class Number:
         """1 if it is surely above zero, -1 if surely below, 0 if neither is sure."""
         return int(self.low > 0) - int(self.high < 0)
 
+    def plain(self) -> list[float | None]:
+        """Value, error and interval as a file has them: null is unknown."""
+        values = (float(v) for v in (self.value, self.error, self.low, self.high))
+        return [None if math.isnan(value) else value for value in values]
+
     def as_json(self) -> dict[str, float | None]:
         """Plain values; what is not known is null."""
         values = {"value": self.value, "low": self.low, "high": self.high}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trueup.bands import Bands
 from trueup.errors import ArtifactError
+from trueup.statistics import Number
 
 Part = TypeVar("Part")
 LARGEST = 2**33  # bytes of maps in memory; anything larger is not a calibration
@@ -112,3 +113,11 @@ def digest_of(settings: Any, parts: Iterable[Tensor]) -> str:
     for part in parts:
         digest.update((part.cpu() + 0.0).contiguous().numpy().tobytes())  # files do not keep -0
     return digest.hexdigest()
+
+
+def total(meta: Mapping[str, Any], name: str) -> Number:
+    """A number of a file with its error and interval."""
+    value, error, low, high = numbers(meta.get(name), name, -1e12, 1e12, least=4, most=4, unknown=True)
+    if error < 0 or low > high:
+        raise ArtifactError(f"{name} has an impossible error")
+    return Number(value, error, low, high)

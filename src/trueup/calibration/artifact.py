@@ -13,6 +13,7 @@ from torch import Tensor
 from trueup import __version__, fitted, stored
 from trueup.bands import Bands
 from trueup.calibration.classes import OfClass
+from trueup.calibration.conditions import OfConditions, pack_conditions, unpack_conditions
 from trueup.calibration.correction import CHANGED, GAINS, Correction, Innovation
 from trueup.calibration.evidence import Evidence, SampleEvidence
 from trueup.denoiser import Binding
@@ -39,12 +40,16 @@ def pack_calibration(calibration: Any) -> tuple[dict[str, Any], dict[str, Tensor
     single |= {"scale": evidence.scale, **{name: getattr(calibration, name) for name in _DATA}}
     of_classes = []
     for i, of in enumerate(calibration.classes):
-        entry = {"label": of.label, "images": of.images, "gain": _plain(of.gain)}
+        entry = {"label": of.label, "images": of.images, "gain": of.gain.plain()}
         if of.correction is not None:
             kept, more = _pack_correction(of.correction)
             single |= {f"class.{i}.{name}": tensor for name, tensor in more.items()}
             entry |= kept
         of_classes.append(entry)
+    of_conditions = None
+    if calibration.conditions is not None:
+        of_conditions, more = pack_conditions(calibration.conditions, correction.bands)
+        single |= more
     tensors: dict[str, Tensor] = {
         "t": calibration.t,
         "lam": correction.lam,
@@ -67,8 +72,9 @@ def pack_calibration(calibration: Any) -> tuple[dict[str, Any], dict[str, Tensor
         **of_correction,
         "images": evidence.images,
         "folds": evidence.folds,
-        **{n: _plain(getattr(evidence, n)) for n in _TOTALS},
+        **{n: getattr(evidence, n).plain() for n in _TOTALS},
         "classes": of_classes,
+        "condition": of_conditions,
         "solvers": entries,
         "identity": calibration.identity,
     }
@@ -116,7 +122,11 @@ def _unpack_correction(
 
 
 def identity_of(
-    correction: Correction, classes: Sequence[OfClass], gains: str, provenance: dict[str, Any]
+    correction: Correction,
+    classes: Sequence[OfClass],
+    conditions: OfConditions | None,
+    gains: str,
+    provenance: dict[str, Any],
 ) -> str:
     """A short hash of what a calibration does, the same for one and for what was loaded from its file."""
     names = ("process", "parametrization", "binding")
@@ -128,6 +138,9 @@ def identity_of(
         for one in (correction, *(of.correction for of in own))
         for part in _parts(one)  # type: ignore[arg-type]
     ]
+    if conditions is not None:
+        projection = vars(conditions.projection).values()
+        tensors += [part.float() for part in (*projection, conditions.maps, conditions.support)]
     return digest_of(settings, tensors)
 
 
@@ -135,12 +148,6 @@ def _parts(correction: Correction) -> list[Tensor]:
     parts = [correction.lam, correction.b, correction.a, correction.d, _support(correction)]
     innovation = _innovation(correction)
     return parts + ([] if innovation is None else [innovation.rho, innovation.mean, _changed(correction)])
-
-
-def _plain(number: Number) -> list[float | None]:
-    """A number as a file has it."""
-    values = [float(getattr(number, part)) for part in _PARTS]
-    return [None if math.isnan(value) else value for value in values]
 
 
 def _innovation(correction: Correction) -> Innovation | None:
@@ -173,9 +180,9 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
     if not 1 <= levels <= 10_000 or levels * channels * size * 8 > LARGEST:
         raise ArtifactError(f"{levels} levels of samples of shape {shape} make no sense")
     bands = Bands(shape[1:], numbers(meta.get("band_edges"), "band_edges", 0.0, 1e9, most=1000))
-    groups: dict[str, dict[str, Tensor]] = {"solver": {}, "class": {}, "correction": {}, "": {}}
+    groups: dict[str, dict[str, Tensor]] = {n: {} for n in ("solver", "class", "condition", "correction", "")}
     for name, tensor in tensors.items():
-        kind = name.split(".")[0] if name.startswith(("solver.", "class.")) else ""
+        kind = name.split(".")[0] if name.startswith(("solver.", "class.", "condition.")) else ""
         groups["correction" if name in _OF_CORRECTION else kind][name] = tensor
     check_tensors(
         groups[""], {**_bounds(levels, channels, bands.count, digests.numel()), "data_mean": of_map}
@@ -195,10 +202,15 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
     solvers = _solvers(part(meta, "solvers", list), groups["solver"], shape, process)
     correction = _unpack_correction(meta, groups["correction"], lam, channels, bands)
     classes = _classes(part(meta, "classes", list), groups["class"], correction, channels)
+    conditions = None
+    if groups["condition"]:
+        conditions = unpack_conditions(
+            part(meta, "condition", dict), groups["condition"], correction, channels
+        )
     gains = word(meta, "gains")
     if gains not in GAINS:
         raise ArtifactError(f"its gains are {gains!r}, expected one of {', '.join(GAINS)}")
-    if identity_of(correction, classes, gains, provenance) != meta.get("identity"):
+    if identity_of(correction, classes, conditions, gains, provenance) != meta.get("identity"):
         raise ArtifactError("its correction is not the one that was saved")
     images, data_images = (whole(meta, name, 0, 2**40) for name in ("images", "data_images"))
     family = word(meta, "family")
@@ -215,7 +227,7 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
             scale=tensors["scale"].double(),
             shift_se=tensors["shift_se"],
             **{n: Number(*(tensors[f"{n}.{part}"] for part in _PARTS)) for n in _BY_LEVEL},
-            **{n: _total(meta, n) for n in _TOTALS},
+            **{n: stored.total(meta, n) for n in _TOTALS},
         ),
         "family": family,
         "estimator": word(meta, "estimator"),
@@ -226,6 +238,7 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
         "provenance": provenance,
         "solvers": solvers,
         "classes": classes,
+        "conditions": conditions,
     }
 
 
@@ -249,7 +262,7 @@ def _classes(
         if str(i) in own:
             correction = _unpack_correction(entry, own[str(i)], pooled.lam, channels, pooled.bands)
         label, images = whole(entry, "label", -(2**62), 2**62), whole(entry, "images", 0, 2**40)
-        found.append(OfClass(label, images, _total(entry, "gain"), correction))
+        found.append(OfClass(label, images, stored.total(entry, "gain"), correction))
     if len({of.label for of in found}) != len(found):
         raise ArtifactError("it lists a class twice")
     return tuple(found)
@@ -330,10 +343,3 @@ def _check_binding(binding: dict[str, Any]) -> None:
         if called is not None and not (isinstance(called, str) and called.isidentifier()):
             raise ArtifactError(f"the place of {name} in the network's call makes no sense")
     Binding.from_settings(binding)
-
-
-def _total(meta: dict[str, Any], name: str) -> Number:
-    value, error, low, high = numbers(meta.get(name), name, -1e12, 1e12, least=4, most=4, unknown=True)
-    if error < 0 or low > high:
-        raise ArtifactError(f"{name} has an impossible error")
-    return Number(value, error, low, high)

@@ -187,7 +187,7 @@ def _binding(calibration: Calibration, target: Any, denoiser: Denoiser | None, f
                 problem = "this Denoiser calls its network otherwise than the one that was calibrated did"
                 raise MismatchError(problem, f"give it the same `call`, {_ADVICE}", _FORCE)
         by_class = any(of.correction is not None for of in calibration.classes)
-        if made.y is not None or not by_class:
+        if made.y is not None or not (by_class or calibration.conditions is not None):
             return made
     if denoiser is None:
         raise MismatchError(

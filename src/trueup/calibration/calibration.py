@@ -13,6 +13,7 @@ from torch import Tensor
 from trueup.bands import Bands
 from trueup.calibration.artifact import KIND, identity_of, pack_calibration, unpack_calibration
 from trueup.calibration.classes import OfClass
+from trueup.calibration.conditions import OfConditions
 from trueup.calibration.correction import Correction, check_gains
 from trueup.calibration.evidence import Evidence, SampleEvidence, of_samples
 from trueup.denoiser import Denoiser
@@ -47,6 +48,7 @@ class Calibration:
     solvers: tuple[FittedSolver, ...] = ()  # for few steps, no two for the same evaluations and guidance
     gains: str = "sqrt"  # of the correction that samples are drawn with, see `Correction.with_gains`
     classes: tuple[OfClass, ...] = ()  # of moments kept by class; `correction` is that of all together
+    conditions: OfConditions | None = None  # what depends on an embedding, beyond `correction`
 
     def __post_init__(self) -> None:
         check_gains(self.gains)
@@ -126,7 +128,8 @@ class Calibration:
     @property
     def identity(self) -> str:
         """A short hash of what it does: the same for a calibration and what was loaded from its file."""
-        return identity_of(self.correction, self.classes, self.gains, self.provenance)
+        parts = (self.correction, self.classes, self.conditions)
+        return identity_of(*parts, self.gains, self.provenance)
 
     @property
     def for_samples(self) -> Correction:
@@ -173,7 +176,8 @@ class Calibration:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to correct."""
-        return self.correction.empty and all(of.correction is None for of in self.classes)
+        by_class = any(of.correction is not None for of in self.classes)
+        return self.correction.empty and not by_class and self.conditions is None
 
     @property
     def samples(self) -> SampleEvidence | None:
@@ -299,7 +303,13 @@ class Calibration:
         return "\n".join([*lines, verdict])
 
     def _of_classes(self) -> list[str]:
-        """Which classes differ, by how much."""
+        """Which classes differ, by how much; and what embeddings do."""
+        if self.conditions is not None:
+            seen, count = self.conditions.projection, self.conditions.conditions
+            kind = "linear in" if seen.linear == seen.count else "a small network of"
+            told = f"{kind} {seen.linear} components of {count:,} embeddings"
+            gain = f"{_pm(self.conditions.gain)} nats of the likelihood bound"
+            return [f"beyond it, a correction {told}: {gain}, at conditions that were held out"]
         if not self.classes:
             return []
         null = self.provenance.get("null_label")

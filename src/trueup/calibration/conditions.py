@@ -6,15 +6,18 @@ layer of fixed random units beyond them is there where held-out conditions confi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trueup.bands import Bands
 from trueup.calibration.correction import Correction
-from trueup.errors import AttachError
+from trueup.errors import ArtifactError, AttachError
 from trueup.statistics import Number
+from trueup.stored import Bounds, check_tensors, kept_coefficients, packed, part, total, whole
 
 FAR = 3.0  # standard deviations: beyond, a condition is taken to be no farther than this from the usual ones
 
@@ -26,7 +29,7 @@ def pooled(c: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Projection:
-    """What is seen of an embedding, (B, D) or (B, T, D) -> (B, Q): of mean 0 and variance 1 over conditions."""
+    """What is seen of an embedding: features of mean 0 and variance 1 over conditions."""
 
     mean: Tensor  # (D,)
     basis: Tensor  # (M, D)
@@ -44,6 +47,7 @@ class Projection:
         return len(self.basis) + len(self.outer)
 
     def __call__(self, c: Tensor) -> Tensor:
+        """(B, D) or (B, T, D) -> (B, Q)."""
         c = pooled(c)
         if c.ndim != 2 or c.shape[1] != len(self.mean):
             got = tuple(c.shape)
@@ -88,3 +92,48 @@ class OfConditions:
         nothing = torch.zeros(len(lam), self.maps.shape[2], bands.count, dtype=torch.float64)
         made = [Correction(lam, one, nothing, nothing, bands, self.support) for one in self.maps.unbind(1)]
         return torch.stack([one.refined().b for one in made], 1)
+
+
+def unpack_projection(tensors: Mapping[str, Tensor]) -> Projection:
+    """A projection of a file; what makes no sense raises ArtifactError."""
+    mean, basis, units, outer = (part(tensors, name, Tensor) for name in ("mean", "basis", "units", "outer"))
+    if not basis.numel() or basis.ndim != 2 or len(basis) > 1000 or len(units) > 1000 or len(outer) > 1000:
+        raise ArtifactError("its projection of conditions makes no sense")
+    wide = Bounds((), -1e12, 1e12, torch.float32)
+    sizes = {
+        "mean": (basis.shape[1],),
+        "basis": tuple(basis.shape),
+        "units": (len(units), len(basis) + 1),
+        "outer": (len(outer), len(units) + 1 if len(units) else outer.shape[-1]),
+    }
+    check_tensors(tensors, {name: wide._replace(shape=size) for name, size in sizes.items()})
+    if bool(len(units)) != bool(len(outer)):
+        raise ArtifactError("its projection of conditions makes no sense")
+    return Projection(mean, basis, units, outer)
+
+
+def pack_conditions(of: OfConditions, bands: Bands) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As metadata and tensors."""
+    kept, maps = packed(of.maps, bands)
+    tensors = {**vars(of.projection), "maps": maps, "support": of.support}
+    meta = {"kept_bands": kept, "conditions": of.conditions, "gain": of.gain.plain()}
+    return meta, {f"condition.{name}": tensor.float() for name, tensor in tensors.items()}
+
+
+def unpack_conditions(
+    meta: Mapping[str, Any], tensors: Mapping[str, Tensor], pooled: Correction, channels: int
+) -> OfConditions:
+    """From metadata and tensors; what makes no sense raises ArtifactError."""
+    own = {name.split(".", 1)[1]: tensor for name, tensor in tensors.items()}
+    of_maps: dict[str, Tensor] = {name: own.pop(name) for name in ("maps", "support") if name in own}
+    projection, bands, levels = unpack_projection(own), pooled.bands, len(pooled.lam)
+    kept = kept_coefficients(meta, bands)
+    bounds = {
+        "maps": Bounds((levels, projection.count, channels, len(kept)), -1e6, 1e6, torch.float32),
+        "support": Bounds((levels - 1, bands.count), 0.0, 1.0, torch.float32),
+    }
+    check_tensors(of_maps, bounds)
+    maps = torch.zeros(levels, projection.count, channels, bands.index.numel(), dtype=torch.float64)
+    maps[..., kept] = of_maps["maps"].double()
+    count = whole(meta, "conditions", 1, 2**40)
+    return OfConditions(projection, maps, of_maps["support"].double(), count, total(meta, "gain"))

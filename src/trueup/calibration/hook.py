@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trueup.bands import along_last_axes, dct_matrix
 from trueup.calibration.calibration import Calibration
+from trueup.calibration.conditions import Projection
 from trueup.calibration.correction import interpolation_weights, level_position, refinement
 from trueup.denoiser import Binding, prediction
 from trueup.errors import AttachError, MismatchError
@@ -38,6 +39,9 @@ class _Tables(NamedTuple):
     forward: list[Tensor]  # the DCT's matrices
     backward: list[Tensor]
     fused: ModuleType | None  # trueup.calibration.fused, where it works
+    seen: Projection | None = None  # of an embedding
+    maps: Tensor | None = None  # (R, Q, C * low box), what depends on it
+    low: list[Tensor] | None = None  # their matrices back
 
 
 class CorrectOutput:
@@ -58,7 +62,8 @@ class CorrectOutput:
         own = {of.label: of.correction for of in calibration.classes if of.correction is not None}
         self.classes = {y: own[y].with_gains(form) for y in sorted(own)} if form != "none" else {}
         self.null_label = calibration.provenance.get("null_label")
-        self.empty = self.correction.empty and not self.classes
+        self.conditions = calibration.conditions if form != "none" else None
+        self.empty = self.correction.empty and not self.classes and self.conditions is None
         if self.empty:
             return
         self.calibration, self.nodes = calibration, _nodes(calibration)
@@ -67,7 +72,8 @@ class CorrectOutput:
         process, correction = calibration.process, self.correction
         slack = 0.1 * (process.t_max - process.t_min)  # solvers end a little beyond
         self.span = (process.t_min - slack, process.t_max + slack)
-        self.constant_only = not (self.classes or correction.a.any() or correction.d.any())
+        self.conditional = bool(self.classes) or self.conditions is not None
+        self.constant_only = not (self.conditional or correction.a.any() or correction.d.any())
         self._ready: dict[tuple[torch.device, torch.dtype], _Tables] = {}
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], raw: Any) -> Any:
@@ -85,7 +91,7 @@ class CorrectOutput:
         x_t, t = self.binding.x.of(args, kwargs), self.binding.t.of(args, kwargs)
         if (self.binding.scale, self.binding.offset) != (1.0, 0.0):
             t = (t - self.binding.offset) / self.binding.scale
-        y = self._label(args, kwargs) if self.classes else None
+        y = self._label(args, kwargs) if self.conditional else None
         if output.shape[1] == channels:
             return _like(raw, self.correct(output, x_t, t, y))
         mean, rest = output[:, :channels], output[:, channels:]  # a learned variance is left alone
@@ -116,9 +122,33 @@ class CorrectOutput:
         knots = tables.knots[self._node(t, len(output), tables)]  # (B or 1, 6)
         if self.classes:
             first = self._class(y, output, tables) * (len(tables.constant) // (1 + len(self.classes)))
-            knots = torch.cat(
-                [knots[:, :1] + first[:, None].to(knots), knots[:, 1:].expand(len(first), -1)], 1
-            )
+            knots = knots.expand(len(first), -1) + torch.nn.functional.pad(first[:, None].to(knots), (0, 5))
+        nothing_else = self.correction.empty and not self.classes
+        made = output if nothing_else else self._by_level(output, x_t, knots, tables)
+        if self.conditions is None:
+            return made
+        return (made.to(dtype) - self._of_embedding(knots, y, output, tables)).to(output.dtype)
+
+    def _of_embedding(self, knots: Tensor, y: Any, output: Tensor, tables: _Tables) -> Tensor:
+        """What depends on an embedding, as images."""
+        if not isinstance(y, Tensor) or len(y) not in (1, len(output)):
+            got = "without one" if y is None else f"with {type(y).__name__} {tuple(getattr(y, 'shape', ()))}"
+            raise AttachError(f"this calibration is by embedding, and the network was called {got}")
+        seen, maps, back = tables.seen, tables.maps, tables.low
+        assert seen is not None
+        assert maps is not None
+        assert back is not None
+        features = seen(y.to(maps, non_blocking=True))  # (B or 1, Q)
+        left, near, far, on_b, _, _ = knots[..., None].unbind(1)  # (B or 1, 1) each
+        row = left[:, 0].long()
+        between = on_b[..., None] * (near[..., None] * maps[row] + far[..., None] * maps[row + 1])
+        made = (features[..., None] * between).sum(1)  # (B, C * low box)
+        box = [matrix.shape[1] for matrix in back]
+        return along_last_axes(made.view(-1, self.shape[0], *box), back)
+
+    def _by_level(self, output: Tensor, x_t: Tensor, knots: Tensor, tables: _Tables) -> Tensor:
+        """What every row has at its level, or its class has."""
+        dtype = _wide(output.dtype)
         if tables.fused and not torch.compiler.is_compiling() and tables.fused.fits(output, x_t):
             made: Tensor | None = tables.fused.correct(
                 output, x_t, knots, tables.constant, tables.slopes, tables.bands, tables.forward
@@ -206,10 +236,11 @@ class CorrectOutput:
         knots = torch.stack([left, 1 - far, far, *factors], 1)
         none, matrices = torch.zeros(0), []
         slopes, band_of = none, none
+        constant = none
         if self.constant_only:
             knots = interpolation_weights(correction.lam, process.lam(self.nodes)) / k_output[:, None]
             constant = correction.shift_map().flatten(1)  # (R, C * pixels)
-        else:
+        elif not self.correction.empty or own:
             bands = correction.bands
             b, a, d = (torch.cat([getattr(made, n) for made in (correction, *own)]) for n in ("b", "a", "d"))
             box = _box((b != 0) | (bands.spread(a) != 0) | (bands.spread(d) != 0), self.spatial)
@@ -219,6 +250,14 @@ class CorrectOutput:
                 _crop(bands.index.flatten(), self.spatial, box),
             )
             matrices = [dct_matrix(n)[:k].to(device, dtype) for n, k in zip(self.spatial, box, strict=True)]
+        embedded: tuple[Any, ...] = ()
+        if self.conditions is not None:
+            maps = self.conditions.refined(self.correction.lam, correction.bands)
+            low_box = _box(maps != 0, self.spatial)
+            back = [dct_matrix(n)[:k].T.contiguous() for n, k in zip(self.spatial, low_box, strict=True)]
+            seen = self.conditions.projection.to(device, dtype)
+            cropped = _crop(maps, self.spatial, low_box).flatten(2).to(device, dtype)
+            embedded = (seen, cropped, [matrix.to(device, dtype) for matrix in back])
         return _Tables(
             self.boundaries.to(device, dtype),
             self.boundaries.floor().to(device, torch.int64),  # for whole t the same comparison
@@ -230,6 +269,7 @@ class CorrectOutput:
             [m.contiguous() for m in matrices],
             [m.T.contiguous() for m in matrices],
             _fused_kernel(device) if len(matrices) == 2 else None,
+            *embedded,
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from trueup.calibration import Calibration, Correction, Innovation, OfClass
 from trueup.estimate import confirm
 from trueup.estimate.confirm import HeldOut
+from trueup.estimate.embeddings import fit_conditions
 from trueup.estimate.families import FAMILIES, Family
 from trueup.estimate.moments import Moments, U
 from trueup.estimate.regress import Centred, divide
@@ -41,12 +42,15 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
     """Fit a calibration to moments; fast, no network involved.
 
     Moments kept by class make a correction for every class as well (`Calibration.classes`). The null label of
-    guidance, where `measure` was told of one, is a class of its own, and no part of the others'.
+    guidance, where `measure` was told of one, is a class of its own, and no part of the others'. Those with
+    sums of what embeddings say make one that depends on them (`Calibration.conditions`).
     """
     pooled = fit_pooled(moments.without_class(null_label(moments)), family=family, estimator=estimator)
-    if not moments.classes or family == "none":
+    if family == "none":
         return pooled
-    return replace(pooled, classes=fit_classes(moments, pooled))
+    classes = fit_classes(moments, pooled) if moments.classes else ()
+    conditions = None if moments.conditions is None else fit_conditions(moments, pooled)
+    return replace(pooled, classes=classes, conditions=conditions)
 
 
 def null_label(moments: Moments) -> int | None:

@@ -1,9 +1,7 @@
-"""A correction linear in what an embedding says, from the same kind of sums (docs/math.md, "Embeddings").
+"""What embeddings say, as a few features, and their sums beside the moments (docs/math.md, "Embeddings").
 
-Beside the moments, the products of a few features of the condition with the residual, the departure and u are
-summed, for the lowest frequencies. What the residual of the network with the correction of all conditions
-still depends on is their regression on the features: shrunk, smoothed over levels and confirmed like
-everything else, by conditions that it was not fitted on.
+Products of the features with the residual, the departure and u are summed for the lowest frequencies: what a
+regression of the residual on them needs (`trueup.estimate.embeddings`).
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ import torch
 from torch import Tensor
 
 from trueup.bands import Bands
-from trueup.calibration.conditions import OfConditions, Projection, pooled
-from trueup.calibration.correction import Correction
-from trueup.errors import DataError
+from trueup.calibration.conditions import Projection, pooled, unpack_projection
+from trueup.errors import ArtifactError, DataError
+from trueup.stored import Bounds, check_tensors, whole
 
 FEATURES = 8  # largest components of the embeddings that a correction may be linear in
 UNITS = 64  # random units of the layer beyond them
@@ -42,7 +40,9 @@ class Conditions:
     sums: Tensor  # (F, L, Q, 3, C, kept) products with residual, departure, u
 
     @classmethod
-    def empty(cls, projection: Projection, conditions: int, folds: int, levels: int, shape: tuple[int, ...]):
+    def empty(
+        cls, projection: Projection, conditions: int, folds: int, levels: int, shape: tuple[int, ...]
+    ) -> Conditions:
         """No evaluations yet."""
         bands = Bands(shape[1:])
         low = max(1, int((bands.sizes.cumsum(0) <= COEFFICIENTS).sum()))
@@ -69,7 +69,9 @@ class Conditions:
         ours, theirs = (vars(part.projection).values() for part in (self, other))
         if self.bands != other.bands or not all(map(torch.equal, ours, theirs)):
             raise DataError("sums of other features cannot be added")
-        both = {n: getattr(self, n) + getattr(other, n).to(self.sums.device) for n in ("total", "gram", "sums")}
+        both = {
+            n: getattr(self, n) + getattr(other, n).to(self.sums.device) for n in ("total", "gram", "sums")
+        }
         return replace(self, conditions=max(self.conditions, other.conditions), **both)
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -77,3 +79,74 @@ class Conditions:
         tensors = {f"condition.{n}": getattr(self, n).cpu() for n in ("total", "gram", "sums")}
         tensors |= {f"condition.{n}": getattr(self.projection, n).float() for n in _PARTS}
         return {"bands": self.bands, "conditions": self.conditions}, tensors
+
+
+def unpack_conditions(
+    meta: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    cells: tuple[int, int],
+    channels: int,
+    bands: Bands,
+) -> Conditions:
+    """From metadata and tensors; what makes no sense raises ArtifactError."""
+    projection = unpack_projection(
+        {n: tensors[f"condition.{n}"] for n in _PARTS if f"condition.{n}" in tensors}
+    )
+    low, count, q = (
+        whole(meta, "bands", 1, bands.count),
+        whole(meta, "conditions", 1, 2**40),
+        projection.count,
+    )
+    kept = int(bands.sizes[:low].sum())
+    bounds = {
+        "condition.total": Bounds((*cells, q)),
+        "condition.gram": Bounds((*cells, q, q)),
+        "condition.sums": Bounds((*cells, q, 3, channels, kept)),
+    }
+    own = {name: tensor for name, tensor in tensors.items() if name.split(".")[1] not in _PARTS}
+    check_tensors(own, bounds)
+    diagonal = torch.diagonal(tensors["condition.gram"], dim1=-2, dim2=-1)
+    if (diagonal < 0).any():
+        raise ArtifactError("condition.gram: a sum of squares is negative")
+    return Conditions(projection, low, count, *(tensors[name] for name in bounds))
+
+
+def see(embeddings: Iterable[Tensor], *, seed: int = 0) -> tuple[Projection, int]:
+    """What to look at in embeddings (B, D) or (B, T, D): their largest components; and how many there are."""
+    given = torch.cat([pooled(c).double() for c in embeddings])
+    different = torch.unique(given, dim=0)
+    if len(different) < FEWEST:
+        raise DataError(
+            f"{len(different)} different conditions are too few to learn from: use {FEWEST} or more"
+        )
+    mean = different.mean(0)
+    # Components, each of variance 1; one that hardly varies says nothing.
+    _, size, directions = torch.linalg.svd(different - mean, full_matrices=False)
+    most = min(FEATURES, len(different) // 5)
+    used = int((size[:most] > 1e-6 * size[0]).sum())
+    basis = directions[:used] / (size[:used, None] / math.sqrt(len(different) - 1))
+    generator = torch.Generator().manual_seed(seed)
+    units = torch.randn(UNITS, used + 1, generator=generator, dtype=torch.float64)
+    units[:, :-1] /= math.sqrt(used)
+    first = ((different - mean) @ basis.T).clamp(-3, 3)
+    hidden = (first @ units[:, :-1].T + units[:, -1]).tanh()
+    # What the linear features say already is taken out.
+    known = torch.cat([first, torch.ones_like(first[:, :1])], 1)
+    rest = hidden - known @ torch.linalg.lstsq(known, hidden).solution
+    _, size, directions = torch.linalg.svd(rest, full_matrices=False)
+    beyond = min(BEYOND, len(different) // 10)
+    beyond = int((size[:beyond] > 1e-3 * size[0]).sum()) if len(different) >= 10 * FEWEST else 0
+    outer = directions[:beyond] / (size[:beyond, None] / math.sqrt(len(different) - 1))
+    centre = (hidden @ outer.T).mean(0) if beyond else outer.new_zeros(0)
+    outer = torch.cat([outer, centre[:, None]], 1)
+    made = Projection(mean, basis, units if beyond else units[:0], outer if beyond else outer[:0])
+    return made.to(torch.device("cpu"), torch.float32), len(different)
+
+
+def keys(c: Tensor) -> Tensor:
+    """A number for every condition, the same for the same, (B,)."""
+    rows = (row.contiguous().numpy().tobytes() for row in pooled(c).cpu().float())
+    found = [
+        int.from_bytes(hashlib.blake2b(row, digest_size=8).digest(), "little", signed=True) for row in rows
+    ]
+    return torch.tensor(found, dtype=torch.int64)

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trueup.calibration.conditions import Projection, pooled
 from trueup.calibration.correction import LEVEL_SPACING
 from trueup.denoiser import Denoiser, in_parts
 from trueup.errors import DataError, ModelError
+from trueup.estimate.conditions import Conditions, keys, see
 from trueup.estimate.diagnose import check_use, refuse_nonsense
 from trueup.estimate.moments import Moments
 from trueup.estimate.run import Run
@@ -25,6 +27,7 @@ from trueup.images import Batch, Samples, open_images
 from trueup.noise import checked_seed, level_key, level_keys, normal, normals
 from trueup.process import NoiseProcess
 from trueup.progress import Progress
+from trueup.stored import digest_of
 
 IMAGES = 500
 NEEDS_LABELS = (
@@ -74,6 +77,7 @@ def measure(
     edges: Sequence[float] | None = None,
     mean_images: int = 0,
     classes: Sequence[int] = (),
+    per_embedding: bool = False,
     seed: int = 0,
     run: str | PathLike[str] | None = None,
     trust: bool = False,
@@ -84,9 +88,10 @@ def measure(
     levels: times; the default covers the whole process. edges: of the bands, see `trueup.bands`. mean_images:
     so many more are read, without being run through the network, to know the data's mean better (the x0
     control of equation 16). classes: keep the sums of these labels apart; where the network's null label is
-    one of them, every image is also run with that. run: a directory that keeps what
-    was measured: called again, it goes on from there, and with more images it adds to them. A network that
-    seems to be used wrongly is refused, unless `trust`. Images that occur twice count once.
+    one of them, every image is also run with that. per_embedding: keep sums of what the conditions say, which
+    are embeddings; images of one condition then share a fold, unless `Images` has groups. run: a directory
+    that keeps what was measured: called again, it goes on from there, and with more images it adds to them. A
+    network that seems to be used wrongly is refused, unless `trust`. Images that occur twice count once.
     """
     denoiser = as_denoiser(model)
     denoiser.check_bare()
@@ -107,8 +112,14 @@ def measure(
     classes = tuple(int(y) for y in classes)
     if denoiser.null_label is not None and denoiser.null_label in classes:
         provenance["null_label"] = int(denoiser.null_label)
+    projection, count = _embeddings(samples) if per_embedding else (None, 0)
+    if projection is not None:
+        provenance["embedding"] = digest_of([], vars(projection).values())
     kinds: dict[str, Any] = {"edges": edges, "classes": classes, "provenance": provenance}
     moments = Moments.empty(process, check_levels(process, levels), denoiser.shape, **kinds)
+    if projection is not None:
+        cells = (moments.folds, moments.levels)
+        moments.conditions = Conditions.empty(projection, count, *cells, denoiser.shape)
     with Run(run) if run is not None else nullcontext() as kept:
         if kept is not None:
             moments = kept.resume(moments, samples)
@@ -147,6 +158,24 @@ def classes_of(data: Any, model: Any) -> list[int]:
         only = f"all images have the label {found.pop()}" if found else f"{samples.name} holds no samples"
         raise DataError(f"{only}: classes need two or more to differ")
     return sorted(found | ({int(denoiser.null_label)} if denoiser.null_label is not None else set()))
+
+
+def _embeddings(samples: Samples) -> tuple[Projection, int]:
+    """What to look at in the embeddings that come with images."""
+    if isinstance(samples.images.source, Iterator):
+        raise DataError(
+            "embeddings are looked at before images are measured, and these can be read only once"
+        )
+
+    def all_of() -> Iterator[Tensor]:
+        for batch in samples.batches(256):
+            if batch.y is None:
+                raise DataError(NEEDS_LABELS)
+            if not batch.y.is_floating_point() or batch.y.ndim < 2:
+                raise DataError("these labels are no embeddings but classes: calibrate by class (per_class)")
+            yield pooled(batch.y)
+
+    return see(all_of())
 
 
 def _bind(denoiser: Denoiser, moments: Moments, y: Any) -> None:
@@ -193,6 +222,8 @@ def _measure(
             check_finite(moments)  # of the batch before: its last evaluations ran while this one was read
             if not len(moments.indices):
                 check_responds(denoiser, batch, seed)
+            if moments.conditions is not None and batch.y is not None and samples.images.groups is None:
+                batch = replace(batch, group=keys(batch.y))
             _bind(denoiser, moments, batch.y)
             add_batch(moments, denoiser, batch, seed)
             if run is not None:
@@ -226,7 +257,7 @@ def add_batch(moments: Moments, denoiser: Denoiser, batch: Batch, seed: int) -> 
     positions = torch.arange(moments.levels, device=moments.first.device)
 
     null = moments.provenance.get("null_label")
-    told = [there]
+    told, by_condition = [there], moments.classes or moments.conditions is not None
     if null is not None and there.y is not None:
         told.append(replace(there, y=torch.full_like(there.y, null)))
 
@@ -242,7 +273,9 @@ def add_batch(moments: Moments, denoiser: Denoiser, batch: Batch, seed: int) -> 
                 positions[levels].repeat_interleave(len(rows)),
                 rows.index.repeat(count),
                 *(v.flatten(0, 1) for v in (eps_hat, eps, x_t / s)),
-                y=None if rows.y is None or not moments.classes else rows.y.repeat(count),
+                y=None
+                if rows.y is None or not by_condition
+                else rows.y.repeat(count, *[1] * (rows.y.ndim - 1)),
                 group=None if rows.group is None else rows.group.repeat(count),
             )
 

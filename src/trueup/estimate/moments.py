@@ -29,6 +29,7 @@ from torch import Tensor
 from trueup.bands import Bands, full_precision
 from trueup.calibration.correction import Correction
 from trueup.errors import TrueupError
+from trueup.estimate.conditions import Conditions
 from trueup.estimate.stored import KIND, LEVELS, SUMS, dimensions, pack, unpack
 from trueup.files import load_as, save_tensors, unpacked
 from trueup.noise import hashed
@@ -82,6 +83,7 @@ class Moments:
     data_digest: int = 0  # sum of all digests, modulo 2^64
     skipped: list[str] = field(default_factory=list)  # samples left out, and why
     duplicates: int = 0  # samples that occurred before, and count once; not kept in files
+    conditions: Conditions | None = None  # sums of what embeddings say, where they are looked at
     provenance: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -187,6 +189,10 @@ class Moments:
         terms = (w, w.square(), wide * z.double(), wide * products.double())
         for name, term in zip(_BY_LEVEL, terms, strict=True):
             getattr(self, name).flatten(0, 2).index_add_(0, cell, term)
+        if self.conditions is not None:
+            if y is None:
+                raise TrueupError("these moments are kept by condition: every sample needs its embedding y")
+            self.conditions.add(cell, y, z, self.bands)
 
     @full_precision()
     def add_samples(
@@ -236,7 +242,8 @@ class Moments:
 
     def to(self, device: torch.device | str) -> Moments:
         """The same sums on another device."""
-        return replace(self, **{name: getattr(self, name).to(device) for name in SUMS})
+        conditions = None if self.conditions is None else self.conditions.to(device)
+        return replace(self, conditions=conditions, **{name: getattr(self, name).to(device) for name in SUMS})
 
     def decay(self, factor: float) -> None:
         """Let everything so far count `factor` times as much, in place: what a moving average forgets."""
@@ -264,6 +271,8 @@ class Moments:
         summed = (*SUMS, "mean_only", "skipped", "duplicates")
         added = {name: getattr(self, name) + getattr(other, name) for name in summed}
         added |= {name: torch.cat([getattr(self, name), getattr(other, name)]) for name in _NOTES}
+        if self.conditions is not None and other.conditions is not None:
+            added["conditions"] = self.conditions + other.conditions
         return replace(self, **added, data_digest=(self.data_digest + other.data_digest) & _WRAP)
 
     def pooled(self) -> Moments:

@@ -12,6 +12,7 @@ from torch import Tensor
 from trueup.bands import Bands
 from trueup.calibration.artifact import check_provenance
 from trueup.errors import ArtifactError
+from trueup.estimate.conditions import unpack_conditions
 from trueup.process import from_settings
 from trueup.stored import Bounds, check_tensors, part, sample_shape, whole
 
@@ -42,7 +43,11 @@ def pack(moments: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "skipped": list(moments.skipped),
         "provenance": moments.provenance,
     }
-    return meta, {name: getattr(moments, name).cpu() for name in (*LEVELS, *SUMS, "indices", "digests")}
+    tensors = {name: getattr(moments, name).cpu() for name in (*LEVELS, *SUMS, "indices", "digests")}
+    if moments.conditions is not None:
+        meta["condition"], more = moments.conditions.pack()
+        tensors |= more
+    return meta, tensors
 
 
 def unpack(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -62,7 +67,13 @@ def unpack(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, 
     bounds["data_second"] = bounds["data_second"]._replace(low=0.0)
     bounds |= dict.fromkeys(LEVELS, Bounds((levels,)))
     bounds |= dict.fromkeys(("indices", "digests"), Bounds((count,), dtype=torch.int64))
+    of_conditions = {name: tensor for name, tensor in tensors.items() if name.startswith("condition.")}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in of_conditions}
     check_tensors(tensors, bounds)
+    conditions = None
+    if of_conditions:
+        about = part(meta, "condition", dict)
+        conditions = unpack_conditions(about, of_conditions, (cells[1], levels), shape[0], bands)
     _check_levels(provenance, tensors)
     _check_sums(bands, tensors)
     _check_data(tensors)
@@ -83,6 +94,7 @@ def unpack(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, 
         "data_digest": data_digest,
         "skipped": [str(reason) for reason in meta["skipped"]],
         "provenance": dict(provenance),
+        "conditions": conditions,
         **tensors,
     }
 

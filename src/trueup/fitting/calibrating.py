@@ -31,6 +31,7 @@ def calibrate(
     levels: Sequence[float] | Tensor | None = None,
     nfe: int | list[int] | None = None,
     per_class: bool | Sequence[int] = False,
+    per_embedding: bool = False,
     seed: int = 0,
     run: str | PathLike[str] | None = None,
     trust: bool = False,
@@ -48,6 +49,8 @@ def calibrate(
 
     per_class: a correction for every class as well, drawn towards that of all as far as its own images do not
     say more; True for the labels that are in the data, or a list of them. A null label is a class of its own.
+    per_embedding: the same for conditions that are embeddings, of prompts say: a correction that is linear in
+    what they have in common, kept where conditions it was not fitted on confirm it.
 
     family: "shift" (the paper's) or "spectral". estimator: "shrunk", or the unshrunk "plain" (the paper's),
     "paired", "regressed". levels: times of the network's process; the default covers all of it. run: a
@@ -65,6 +68,7 @@ def calibrate(
     named = isinstance(per_class, Sequence)
     classes = list(per_class) if named else classes_of(data, denoiser) if per_class else ()  # type: ignore[arg-type]
     measuring: dict[str, Any] = {"levels": levels, "classes": classes, "trust": trust}
+    measuring["per_embedding"] = per_embedding
     moments = measure(denoiser, data, seed=seed, run=run, progress=progress, **measuring)
     calibration = fit(moments, family=family, estimator=estimator)
     if once:  # its labels are gone, so that samples cannot judge
