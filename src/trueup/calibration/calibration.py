@@ -246,6 +246,8 @@ class Calibration:
             return f"{_count(e.images, 'image')} {more} or more."
         if self.empty:
             return "calibrated within noise: nothing to do."
+        if self.correction.empty:
+            return "calibrated within noise over all conditions together, but not in each of them: attach it."
         removed = 100 * self.explained()
         if math.isnan(bits.value):
             at_level = e.gain[0]
