@@ -23,6 +23,7 @@ from trueup.fitting.kept import KIND
 from trueup.fitting.moments import Miss, Moments, seen, whitened
 from trueup.fitting.regress import regression, restored
 from trueup.fitting.samplers import Row, Samplers
+from trueup.fitting.search import error_between
 from trueup.fitting.teacher import Teacher
 from trueup.hf import as_denoiser
 from trueup.noise import normal
@@ -285,6 +286,17 @@ def test_parts_that_never_change_explain_nothing():
     assert torch.isfinite(tables).all()
     assert torch.allclose(tables[1], torch.tensor(0.5).double(), atol=0.01)
     assert torch.allclose(offset + BANDS.spread(tables[0]), torch.tensor(2.0).double(), atol=0.01)
+
+
+def test_an_error_beyond_all_numbers_stays_beyond_them():
+    network, x = Network(blobs()), torch.zeros(4, 1, 8, 8).double()
+    x[1], x[2] = 1e200, math.nan  # a square of the first is infinite
+    base = plan(network.denoiser, RULES[0], Grid(), 3)
+    limit = normal(0, torch.arange(4), 0, (1, 8, 8), CPU)
+    network.denoiser.data_range = None
+    errors = error_between(base, network, x, Teacher(limit, torch.zeros(1), [], limit))
+    assert torch.isfinite(errors).tolist() == [True, False, False, True]
+    assert (errors[1:3] == math.inf).all()
 
 
 # The fit

@@ -17,7 +17,6 @@ from trueup.sampling.rules import Grid, Rule
 
 INTERVALS = 32
 FINE = Rule("fine", "eps", 3)
-FEWEST = 32
 _HUGE = 1e6  # beyond all data: what is fitted to it could not be kept
 
 
