@@ -18,12 +18,14 @@ from trueup.calibration import Calibration
 from trueup.errors import MismatchError, ModelError, TrueupError
 from trueup.files import load_tensors, save_tensors
 from trueup.fitting import fit_solver, judge, samplers, solve
+from trueup.fitting.calibrating import labels_of
 from trueup.fitting.gains import MATERIAL, choose
 from trueup.fitting.kept import KIND
 from trueup.fitting.moments import Miss, Moments, seen, whitened
 from trueup.fitting.regress import regression, restored
 from trueup.fitting.samplers import Row, Samplers
 from trueup.fitting.search import error_between
+from trueup.fitting.solve import Fitter
 from trueup.fitting.teacher import Teacher
 from trueup.hf import as_denoiser
 from trueup.noise import normal
@@ -498,16 +500,65 @@ def test_a_solver_is_for_one_guidance_scale():
     assert [row.sampler for row in listed.rows].count("fitted") == 1
 
 
-def test_trajectory_i_has_label_i_of_those_given():
+def told_to(labels, trajectories=32, **how):
+    """Labels of all trajectories, of those that were fitted to, and of those held out."""
     classes = Classes()
-    fit_solver(classes.denoiser(), nfe=3, labels=[0, 1, 1], trajectories=32, **QUIET)
+    cal = fit_solver(classes.denoiser(), nfe=3, labels=labels, trajectories=trajectories, **how, **QUIET)
     told = {tuple(y.tolist()) for y in classes.told if len(y) > 1}
-    labels = tuple([0, 1, 1][i % 3] for i in range(32))
-    assert told == {labels, labels[:16], labels[16:]}  # of all, of those fitted to and of those held out
+    (whole,) = (y for y in told if len(y) == trajectories)
+    assert told == {whole, whole[: trajectories // 2], whole[trajectories // 2 :]}
+    return whole, cal.solver(3)
+
+
+def test_trajectories_take_labels_in_turn():
+    whole, made = told_to([0, 1, 1])
+    assert sum(whole) in (21, 22)
+    assert all(sum(whole[i : i + 3]) == 2 for i in range(30))
+    assert made.provenance["labels"] == [0, 1, 1]
+    assert told_to([0] * 2000 + [1] * 2000)[1].provenance["labels"] == "4000 labels"
+    classes = Classes()
     with pytest.raises(
         TrueupError, match="this network is conditional: say which labels to sample as labels"
     ):
         fit_solver(classes.denoiser(), nfe=3, **QUIET)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_labels_of_the_whole_list_are_seen_however_it_is_sorted(seed):
+    whole, _ = told_to([0] * 128 + [1] * 128, seed=seed)
+    for part in (whole[:16], whole[16:]):
+        assert {*part} == {0, 1}
+    classes, cal = Classes(), calibration_of(Classes().denoiser(), Classes().samples, shift=0.1, y=[0])
+    judge(classes.denoiser(), cal, labels=of_data([0] * 128 + [1] * 128), trajectories=16, seed=seed, **QUIET)
+    assert {*torch.cat(classes.told).tolist()} == {0, 1}
+    classes.told.clear()
+    how = {"labels": [0] * 64 + [1] * 64, "trajectories": 16, "seed": seed}
+    samplers(classes.denoiser(), nfe=3, **how, **QUIET)
+    assert {*torch.cat(classes.told).tolist()} == {0, 1}
+
+
+def of_data(labels):
+    data = trueup.Images(torch.full((len(labels), 1, 8, 8), -0.9), labels=torch.tensor(labels))
+    return labels_of(data, Classes().denoiser())
+
+
+def test_moments_of_the_data_are_for_labels_as_they_are_in_the_data():
+    """Pictures of both classes: those of one alone are not meant to look like them."""
+    classes = Classes()
+    denoiser, labels = classes.denoiser(), of_data([0, 1] * 16)
+    cal = calibration_of(denoiser, classes.samples, shift=0.1, y=[0])
+    how = {"nfe": 3, "trajectories": 32, **QUIET}
+    alone = fit_solver(denoiser, cal, labels=[0], **how).solver(3)
+    assert not {"miss", "limit_miss"} & {*alone.evidence}
+    assert alone.provenance["fitted"] != solve.BROUGHT
+    assert alone.provenance["labels"] == [0]
+    both = fit_solver(denoiser, cal, labels=labels, **how).solver(3)
+    assert {"miss", "limit_miss"} <= {*both.evidence}
+    assert both.provenance["labels"] == "as in the data"
+    for part in (labels[:1], labels.tolist(), labels + 0):
+        assert Moments.of(cal, part) is None
+    assert judge(denoiser, cal, labels=[0], **QUIET) is cal
+    assert judge(denoiser, cal, labels=labels, trajectories=16, **QUIET).samples is not None
 
 
 def test_labels_make_a_difference_to_what_is_fitted():
@@ -632,6 +683,33 @@ def test_what_was_kept_for_other_labels_or_guidance_is_not_believed(interrupted,
     run = interrupted(0, denoiser, **{**how, **other})
     found, expected = (fit_solver(denoiser, run=where, **how) for where in (run, None))
     assert found.solver(3).identity == expected.solver(3).identity
+
+
+def test_what_was_kept_for_other_data_is_not_believed(interrupted):
+    first, other = (calibration_of(blobs(), data.sample(400)) for data in (BLOBS, APART))
+    assert first.identity == other.identity  # neither corrects anything
+    run = interrupted(1, calibration=other)
+    found, expected = (fit_solver(blobs(), first, run=where, **PAIR) for where in (run, None))
+    assert found.solver(3).evidence == expected.solver(3).evidence
+
+
+def test_what_was_kept_for_labels_that_only_end_otherwise_is_not_believed():
+    one, other = ([0] * 1500 + [end] * 1500 for end in (0, 1))
+    keys = [
+        Fitter(Classes().denoiser(), None, 32, labels, 1.0, 0, False, [3]).settings()
+        for labels in (one, other)
+    ]
+    assert keys[0] != keys[1]
+    assert keys[0] == Fitter(Classes().denoiser(), None, 32, one, 1.0, 0, False, [3]).settings()
+
+
+def test_what_was_kept_for_a_network_without_weights_is_believed_by_its_answers(interrupted, pair):
+    assert not blobs().fingerprint()
+    other = blobs(data=APART)
+    other.description = blobs().description
+    run = interrupted(1, other)
+    found = fit_solver(blobs(), run=run, **PAIR)
+    assert [made.identity for made in found.solvers] == [made.identity for made in pair.solvers]
 
 
 # The judges
@@ -903,7 +981,7 @@ def test_where_the_limit_misses_the_data_states_are_brought_to_them():
     other = GaussianMixture(0.5 * shapes(), 0.07).sample(400)
     cal = fit_solver(blobs(), calibration_of(blobs(), other), nfe=4, trajectories=COUNT, **QUIET)
     (made,) = cal.solvers
-    assert made.provenance["fitted"] == "states brought to the data's moments"
+    assert made.provenance["fitted"] == solve.BROUGHT
     assert made.evidence["limit_miss"] > solve.MATERIAL
     assert made.evidence["miss"] < made.evidence["miss_base"]
     fresh = trueup.sample(blobs(), 128, nfe=4, seed=8, calibration=cal, **QUIET)

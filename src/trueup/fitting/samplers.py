@@ -17,7 +17,7 @@ from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
 from trueup.fitting.moments import seen, whitened
 from trueup.fitting.solve import checked_numbers
-from trueup.fitting.teacher import INTERVALS, Teacher
+from trueup.fitting.teacher import INTERVALS, Teacher, deal
 from trueup.hf import as_denoiser
 from trueup.noise import check_seed, mix
 from trueup.progress import Progress
@@ -132,9 +132,7 @@ def samplers(
     denoiser.check_bare()
     found = None if calibration is None else as_calibration(calibration)
     network = network_for(denoiser, labels, guidance)
-    network.seed, network.index = mix(seed ^ _OWN_STREAM), torch.arange(trajectories)
-    if network.y is not None:
-        network.y = network.y[network.index % len(network.y)]
+    deal(network, trajectories, mix(seed ^ _OWN_STREAM))
     intervals = max(INTERVALS, 2 * max(numbers))
     solvers = [(number, *one) for number in numbers for one in _solvers(denoiser, found, number, network)]
     total = trajectories * (intervals + 1 + sum(number for number, *_ in solvers))

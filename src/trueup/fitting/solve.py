@@ -17,23 +17,26 @@ from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
 from trueup.fitted import FittedSolver
 from trueup.fitting.kept import Kept
-from trueup.fitting.moments import Miss, Moments, seen
+from trueup.fitting.moments import DataLabels, Miss, Moments, seen
 from trueup.fitting.regress import fitted, restored
 from trueup.fitting.search import error_between, search, search_cost
-from trueup.fitting.teacher import INTERVALS, Teacher
+from trueup.fitting.teacher import INTERVALS, Teacher, deal
 from trueup.hf import as_denoiser
-from trueup.noise import check_seed, mix
+from trueup.noise import check_seed, mix, normal
 from trueup.progress import Progress
-from trueup.sampling.draw import check_labels, network_for
+from trueup.sampling.draw import STARTING_NOISE, check_labels, network_for
 from trueup.sampling.fitted import follow
 from trueup.sampling.network import Network
 from trueup.statistics import Number
+from trueup.stored import digest_of
 
 TRAJECTORIES = 128
 FEWEST = 32
 HELD_OUT = 0.25  # of the trajectories
 TRIED = 3  # candidates that are fitted
 MATERIAL = 0.05  # nats a coefficient by which the limit misses the data: all spreads off by a fifth, say
+BROUGHT = "states brought to the data's moments"
+_FEW = 100  # labels that a file names
 _OWN_STREAM = 0x736F6C  # so that nothing is fitted on the very samples it is then judged by
 
 
@@ -59,8 +62,9 @@ def fit_solver(
 
     `sample(model, n, nfe=8, calibration=cal)` uses it, and so does any diffusers pipeline:
     `pipe.scheduler = cal.scheduler(nfe=8)`. Without a calibration the solver alone is fitted. labels,
-    guidance: as in use; a solver is for one guidance scale. run: a directory to go on from after an
-    interruption; what it kept is removed at the end.
+    guidance: as in use; a solver is for one guidance scale. Trajectories take labels from all over the list.
+    Moments of the data are for labels as they are in the data (`labels_of`), and are not looked at with
+    others. run: a directory to go on from after an interruption; what it kept is removed at the end.
     """
     check_seed(seed)
     denoiser = as_denoiser(model)
@@ -73,8 +77,7 @@ def fit_solver(
     attachment = Attachment(denoiser, found)  # or say that it belongs to another model
     corrected = nullcontext() if found.empty else attachment
     fitter = Fitter(denoiser, found, trajectories, labels, guidance, seed, progress, numbers)
-    settings = {**denoiser.identity(), **fitter.origin, "calibration": found.identity, "guidance": guidance}
-    kept_run = Kept(run, {**settings, "labels": told(labels), "intervals": fitter.intervals})
+    kept_run = Kept(run, {**denoiser.identity(), **fitter.settings(), "calibration": found.identity})
     with kept_run:
         made = [solver for solver in kept_run.solvers() if solver.nfe in numbers]
         left = [number for number in numbers if number not in {solver.nfe for solver in made}]
@@ -110,19 +113,40 @@ class Fitter:
             raise TrueupError(f"a solver is fitted to {FEWEST} trajectories or more, not {trajectories!r}")
         self.denoiser, self.guidance = denoiser, guidance
         self.network = network_for(denoiser, labels, guidance)
-        self.index, self.labels = torch.arange(trajectories), self.network.y
         self.seed, self.count = mix(seed ^ _OWN_STREAM), trajectories
+        deal(self.network, trajectories, self.seed)
+        self.index, self.labels = torch.arange(trajectories), self.network.y
         # Guided samples are not meant to have the data's moments.
-        self.data = Moments.of(calibration) if guidance == 1.0 else None
+        self.data = Moments.of(calibration, labels) if guidance == 1.0 else None
         self.gains = "none" if calibration is None or calibration.empty else calibration.gains
         self.fitted_to = trajectories - _held_out(trajectories)
         self.intervals = _intervals(numbers)
         self.origin = {"trajectories": trajectories, "seed": seed}
+        self.origin |= {} if labels is None else {"labels": told(labels)}
         self.bar = Progress(fit_cost(trajectories, *numbers), "fitting a solver", show=progress)
 
     def __enter__(self) -> Fitter:
         self.network.advance = self.bar.__enter__().update
         return self
+
+    def settings(self) -> dict[str, Any]:
+        """What tells its trajectories and solvers from others of the same network and correction."""
+        told, data = self.labels, self.data
+        return {
+            **self.origin,
+            "guidance": self.guidance,
+            "intervals": self.intervals,
+            "told": None if told is None else digest_of(list(told.shape), [told.double()]),
+            "data": None if data is None else data.identity,
+            "answer": None if self.denoiser.fingerprint() else self._answer(),
+        }
+
+    def _answer(self) -> str:
+        """What the network says to one noise: all that tells networks without weights apart."""
+        denoiser, t = self.denoiser, self.denoiser.process.snap(self.denoiser.process.t_of_lam(0.0))
+        with self._rows(slice(1)) as network, torch.inference_mode(), denoiser.evaluating():
+            noise = normal(self.seed, self.index[:1], STARTING_NOISE, denoiser.shape, denoiser.device)
+            return digest_of(None, [network(noise, t)])
 
     def start(self, kept: Kept) -> None:
         """Make the trajectories, or take those that an interrupted fit has kept."""
@@ -148,8 +172,7 @@ class Fitter:
         """The network for some of the trajectories."""
         network = self.network
         network.index = self.index[part]
-        if self.labels is not None:
-            network.y = self.labels[network.index % len(self.labels)]
+        network.y = None if self.labels is None else self.labels[part]
         yield network
 
     @property
@@ -249,17 +272,18 @@ def _intervals(numbers: Sequence[int]) -> int:
 
 
 def told(labels: Any) -> Any:
-    """Labels as a file states them: numbers, or how many rows there were."""
-    if labels is None:
-        return None
+    """Labels as a file states them: each of a few, or how many there were."""
     values = torch.as_tensor(labels)
-    return values.reshape(-1).tolist()[:1000] if values.ndim < 2 else f"{len(values)} rows"
+    if isinstance(labels, DataLabels):
+        return "as in the data"
+    few = values.ndim < 2 and values.numel() <= _FEW
+    return values.reshape(-1).tolist() if few else f"{len(values)} labels"
 
 
 def _how(better: bool, by_data: bool) -> str:
     if not better:
         return "not surely better fitted: steps and rule alone"
-    return "states brought to the data's moments" if by_data else "steps fitted to the limit"
+    return BROUGHT if by_data else "steps fitted to the limit"
 
 
 def checked_numbers(nfe: Any) -> list[int]:

@@ -20,6 +20,14 @@ FINE = Rule("fine", "eps", 3)
 _HUGE = 1e6  # beyond all data: what is fitted to it could not be kept
 
 
+def deal(network: Network, count: int, seed: int) -> None:
+    """Make it the network of trajectories 0 to count, labels from all over the list however it is sorted."""
+    network.seed, network.index = seed, torch.arange(count)
+    if network.y is not None:
+        order = torch.randperm(len(network.y), generator=torch.Generator().manual_seed(seed))
+        network.y = network.y[order[network.index % len(order)]]
+
+
 class NoLimit(ModelError):
     """There is no fine trajectory to learn from."""
 
