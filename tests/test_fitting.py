@@ -25,7 +25,7 @@ from trueup.fitting.moments import Miss, Moments, seen, whitened
 from trueup.fitting.regress import regression, restored
 from trueup.fitting.samplers import Row, Samplers
 from trueup.fitting.search import error_between
-from trueup.fitting.solve import Fitter
+from trueup.fitting.solve import Fitter, Judged
 from trueup.fitting.teacher import Teacher
 from trueup.hf import as_denoiser
 from trueup.noise import normal
@@ -966,14 +966,52 @@ def test_restored_states_have_the_datas_moments_at_every_level(rule):
     for i, x in enumerate(states[:-1], 1):
         alpha, sigma = float(made.alpha[i]), float(made.sigma[i])
         coefficients = dctn(x.numpy(), axes=(2, 3), norm="ortho").reshape(64, 4)
-        assert np.allclose(coefficients.mean(0), alpha * data.mean.numpy()[0], atol=1e-6)
         for band, members in enumerate(bands.members):
-            variance = coefficients[:, members.numpy()].var(0).mean()
-            assert variance == pytest.approx(alpha**2 * float(data.variance[0, band]) + sigma**2, rel=1e-6)
+            variance = coefficients[:, members.numpy()].var(0, ddof=1).mean()
+            wanted = alpha**2 * float(data.variance[0, band]) + sigma**2
+            assert variance == pytest.approx(wanted, rel=1e-6)
+            off = coefficients.mean(0)[members] - alpha * data.mean.numpy()[0, members]
+            noise = wanted / 64 + alpha**2 * float(data.variance[0, band]) / 100
+            # (38): what is left of an excess e is (1 + e)/(1 + bound)^2 of the noise, at its largest where
+            # the bound is 0.
+            assert (off**2).mean() < (1 + 1.5 * (2 / len(members)) ** 0.5) * noise * 1.01
     assert not made.tables[-1].any()
     assert not made.offset[-1].any()
     at = (torch.full((64,), float(v[-2])).double() for v in (made.alpha, made.sigma))
     assert torch.allclose(states[-1], GAUSSIAN.x0_given(states[-2], *at), atol=1e-9)
+
+
+def test_means_that_are_noise_are_not_followed():
+    """States that have the data's moments already: their mean is off by chance, and stays."""
+    z, bands, off, followed = normals(5), Bands((2, 2)), [], []
+    denoiser, variance = GAUSSIAN.denoiser(VP, dtype=torch.float64), STD**2 + torch.zeros(1, bands.count)
+    exactly = Moments(bands, bands.dct(MEAN[0]).flatten(1), variance.double(), 10**6)
+    base, network = plan(denoiser, RULES[0], Grid(math.inf, 1.0), 12), network_for(denoiser)
+    for _ in range(20):
+        made = restored(base, network, z(48, 1, 2, 2), exactly)
+        fresh, bare = (follow(one, network, z(4000, 1, 2, 2)).mean(0) - MEAN[0] for one in (made, base))
+        off.append(fresh.square().mean())
+        followed.append(bare.square().mean())
+    assert sum(off) / 20 < 0.3 * STD**2 / 48 + sum(followed) / 20
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_is_said_of_states_brought_to_the_data_is_true_on_fresh_noise(seed, monkeypatch):
+    """A Gaussian network, and data of another contrast: hundreds of means, a hundred trajectories."""
+    mean = 0.1 * torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(seed)).double()
+    denoiser = blobs(256, GaussianMixture(mean, 0.4))
+    cal, changes = calibration_of(denoiser, GaussianMixture(mean + 0.02, 0.55).sample(400, seed)), []
+    less = Judged.less
+    monkeypatch.setattr(Judged, "less", lambda *two: (changes.append(less(*two)), changes[-1])[1])
+    made = fit_solver(denoiser, cal, nfe=10, seed=seed, **QUIET).solver(10)
+    assert made.provenance["fitted"] == solve.BROUGHT
+    data = Moments.of(cal)
+    fresh, bare = (data.miss(draw(denoiser, one, 1024, 9 + seed)) for one in (made, without_fit(made)))
+    said, true = made.evidence, fresh.number
+    assert abs(said["miss"] - true.value) < 3 * math.hypot(said["miss_se"], true.error)
+    (change,), found = changes, fresh.less(bare)
+    assert change.low < found.high
+    assert found.low < change.high
 
 
 def test_where_the_limit_misses_the_data_states_are_brought_to_them():

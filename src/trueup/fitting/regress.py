@@ -45,12 +45,13 @@ def restored(solver: FittedSolver, network: Network, noise: Tensor, data: Moment
     bands = solver.bands
 
     def step(parts: Tensor, made: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        mean = made.mean(0)
-        variance = bands.sum((made - mean).square().mean(0)) / bands.sizes.to(mean)
-        level = float(solver.alpha[i + 1]), float(solver.sigma[i + 1])
-        goal, wanted = (value.to(mean) for value in data.at(*level))
+        variance = bands.sum(made.var(0)) / bands.sizes.to(made)
+        alpha, sigma = float(solver.alpha[i + 1]), float(solver.sigma[i + 1])
+        goal, wanted = (value.to(made) for value in data.at(alpha, sigma))
         gain = (wanted / variance.clamp_min(1e-12)).sqrt()
-        rule = solver.weights[i, : len(parts)].to(mean)[:, None, None]
+        noise = variance / len(made) + alpha**2 * data.variance.to(made) / data.images  # the goal's own too
+        mean = goal + _vouched(bands, made.mean(0) - goal, noise)
+        rule = solver.weights[i, : len(parts)].to(made)[:, None, None]
         return (gain - 1) * rule, goal - bands.spread(gain) * mean
 
     return _walk(solver, network, noise, step)
@@ -94,12 +95,15 @@ def regression(bands: Bands, parts: Tensor, residual: Tensor) -> tuple[Tensor, T
         gains.append(2 * (w * cross[:, f]).sum(0) - torch.einsum("icb,ijcb,jcb->cb", w, gram[:, :, f], w))
     tables = tables * _confirmed(torch.stack(gains).cpu(), member.sum(0).cpu()).to(tables)
     left = residual - (bands.spread(tables)[:, None] * parts).sum(0)
-    mean, sizes = left.mean(0), bands.sizes.to(left)
-    # Of the mean of what is left as much as its size, in units of its noise, vouches for; equation 38.
-    noise = bands.sum(left.var(0)) / sizes / n
+    return tables, _vouched(bands, left.mean(0), bands.sum(left.var(0)) / bands.sizes.to(left) / n)
+
+
+def _vouched(bands: Bands, mean: Tensor, noise: Tensor) -> Tensor:
+    """Of a mean (C, K) as much as its size, in units of its noise (C, bands), vouches for; equation 38."""
+    sizes = bands.sizes.to(mean)
     surprise = bands.sum(mean.square()) / sizes / noise.clamp_min(_TINY)
     excess = (surprise - 1 - SIGMAS * (2 / sizes).sqrt()).clamp_min(0.0)
-    return tables, bands.spread(excess / (1 + excess)) * mean
+    return bands.spread(excess / (1 + excess)) * mean
 
 
 def _solve(gram: Tensor, cross: Tensor) -> Tensor:

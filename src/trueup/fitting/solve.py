@@ -114,12 +114,13 @@ class Fitter:
         self.denoiser, self.guidance = denoiser, guidance
         self.network = network_for(denoiser, labels, guidance)
         self.seed, self.count = mix(seed ^ _OWN_STREAM), trajectories
-        deal(self.network, trajectories, self.seed)
-        self.index, self.labels = torch.arange(trajectories), self.network.y
+        self.fitted_to = trajectories - _held_out(trajectories)
+        # After those with a limit come as many as are fitted to, for the moments of samples, which need none.
+        deal(self.network, trajectories + self.fitted_to, self.seed)
+        self.index, self.labels = torch.arange(trajectories + self.fitted_to), self.network.y
         # Guided samples are not meant to have the data's moments.
         self.data = Moments.of(calibration, labels) if guidance == 1.0 else None
         self.gains = "none" if calibration is None or calibration.empty else calibration.gains
-        self.fitted_to = trajectories - _held_out(trajectories)
         self.intervals = _intervals(numbers)
         self.origin = {"trajectories": trajectories, "seed": seed}
         self.origin |= {} if labels is None else {"labels": told(labels)}
@@ -145,14 +146,17 @@ class Fitter:
         """What the network says to one noise: all that tells networks without weights apart."""
         denoiser, t = self.denoiser, self.denoiser.process.snap(self.denoiser.process.t_of_lam(0.0))
         with self._rows(slice(1)) as network, torch.inference_mode(), denoiser.evaluating():
-            noise = normal(self.seed, self.index[:1], STARTING_NOISE, denoiser.shape, denoiser.device)
-            return digest_of(None, [network(noise, t)])
+            return digest_of(None, [network(self._noise(slice(1)), t)])
+
+    def _noise(self, part: slice) -> Tensor:
+        shape, device = self.denoiser.shape, self.denoiser.device
+        return normal(self.seed, self.index[part], STARTING_NOISE, shape, device)
 
     def start(self, kept: Kept) -> None:
         """Make the trajectories, or take those that an interrupted fit has kept."""
         teacher = kept.teacher()
         if teacher is None:
-            with self._rows(slice(None)) as network:
+            with self._rows(slice(self.count)) as network:
                 teacher = Teacher.of(network, self.seed, intervals=self.intervals)
             kept.keep_teacher(teacher)
         teacher = teacher.to(self.denoiser.device)
@@ -160,9 +164,9 @@ class Fitter:
         teacher.check_varied(shown)
         self.limit = None if self.data is None else self.data.miss(shown).number
         self.fitting = teacher.rows(slice(0, self.fitted_to))
-        # Moments of few samples say little, and restoring them fits little: then all are looked at.
-        self.held = slice(0 if self.far_from_data else self.fitted_to, self.count)
-        self.judging = teacher.rows(self.held)
+        self.judging = teacher.rows(slice(self.fitted_to, self.count))
+        # Moments of few samples say little.
+        self.held = slice(self.fitted_to, self.count + (self.fitted_to if self.far_from_data else 0))
 
     def __exit__(self, *error: object) -> None:
         self.bar.__exit__(*error)
@@ -220,18 +224,17 @@ class Fitter:
         return replace(chosen, gains=self.gains, evidence=evidence, provenance=origin)
 
     def judged(self, solver: FittedSolver) -> Judged:
-        """What held-out trajectories say of a solver."""
+        """What trajectories that it was not fitted to say of a solver."""
         with self._rows(self.held) as network:
-            x = follow(solver, network, self.judging.noise)
-            errors = error_between(solver, network, x, self.judging)
-        return Judged(
-            errors, None if self.data is None else self.data.miss(seen(x, self.denoiser)), self.far_from_data
-        )
+            x = follow(solver, network, self._noise(self.held))
+        errors = error_between(solver, network, x[: len(self.judging.noise)], self.judging)
+        miss = None if self.data is None else self.data.miss(seen(x, self.denoiser))
+        return Judged(errors, miss, self.far_from_data)
 
 
 @dataclass(eq=False, repr=False)
 class Judged:
-    """What held-out trajectories say of a solver."""
+    """What trajectories that it was not fitted to say of a solver."""
 
     errors: Tensor  # (n,) whitened, to the limit
     miss: Miss | None  # of the data's moments
