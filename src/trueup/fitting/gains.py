@@ -37,7 +37,8 @@ def judge(
     """The calibration with the gains that samples favour, and what they say.
 
     "sqrt" is what theory says (equation 54); "response" takes its place if its samples' moments are surely
-    and materially closer to the data's, and "none" if those of the network as it is are closer than either's.
+    and materially closer to the data's. Where that form's are no closer than those of the network as it is,
+    the gains are "none".
     Where the network as it is has no many-step limit, samples say nothing and nothing changes. labels: as
     in the data (`labels_of`); samples of others are not to be compared with it, and nothing changes.
     """
@@ -69,7 +70,7 @@ def judge(
 
 
 def choose(misses: dict[str, Miss]) -> str:
-    """The form whose samples are closest to the data, ties to what is derived."""
+    """What is derived or is surely and materially closer; "none" unless that is closer than nothing is."""
     if set(misses) == {"none"}:
         return "none"
     chosen = "sqrt" if "sqrt" in misses else "response"
