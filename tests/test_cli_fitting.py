@@ -9,6 +9,8 @@ import torch
 from PIL import Image
 
 import trueup
+from trueup.calibration import Calibration
+from trueup.errors import TrueupError
 from trueup.fitting import solve
 from trueup.fitting.teacher import Teacher
 
@@ -209,6 +211,30 @@ def test_ctrl_c_keeps_the_trajectories(model, alone, tmp_path, monkeypatch):
         raise AssertionError("trajectories are computed again")
 
     monkeypatch.setattr(Teacher, "of", again)
+    done = trueup_command(*base)
+    assert done.returncode == 0, done.stderr
+    found, expected = trueup.load(out), trueup.load(alone[0])
+    assert [made.identity for made in found.solvers] == [made.identity for made in expected.solvers]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [out.name]
+
+
+def test_what_cannot_be_saved_need_not_be_fitted_again(model, alone, tmp_path, monkeypatch):
+    out, save_it = tmp_path / "a.safetensors", Calibration.save
+    base = ("calibrate", model, "--nfe", "3,4", *FEW, "-o", out)
+
+    def full(self, path):
+        if path == out:
+            raise TrueupError("the disk is full")
+        save_it(self, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Calibration, "save", full)
+        refused(trueup_command(*base), "the disk is full")
+
+    def again(*args, **kwargs):
+        raise AssertionError("solvers are fitted again")
+
+    monkeypatch.setattr(solve.Fitter, "fit", again)
     done = trueup_command(*base)
     assert done.returncode == 0, done.stderr
     found, expected = trueup.load(out), trueup.load(alone[0])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -30,6 +31,7 @@ from trueup.fitting.teacher import Teacher
 from trueup.hf import as_denoiser
 from trueup.noise import normal
 from trueup.parametrization import Parametrization
+from trueup.progress import Progress
 from trueup.sampling import DPMSolver, sample_batches
 from trueup.sampling.draw import DEFAULT, choose_solver, network_for
 from trueup.sampling.fitted import Fitted, follow, plan
@@ -178,6 +180,12 @@ def test_a_network_of_whole_timesteps_is_asked_at_these_alone():
     assert all(isinstance(t, int) for t in told)
     assert torch.equal(made.t, made.t.round())
     assert made.evidence["error"] < 0.2
+    with pytest.raises(
+        TrueupError, match=r"its fine solver has (\d+) of them: choose fewer evaluations, not 300"
+    ):
+        fit_solver(denoiser, nfe=[4, 300], trajectories=32, **QUIET)
+    with pytest.raises(TrueupError, match="choose fewer evaluations, not 100"):
+        samplers(denoiser, nfe=[4, 100], trajectories=8, **QUIET)
     few = trueup.Denoiser(Tabled(4), processes.DiscreteVP.linear(steps=4), "noise", (1, 8, 8))
     with pytest.raises(TrueupError, match="knows too few timesteps for a fine solver"):
         fit_solver(few, nfe=3, trajectories=32, **QUIET)
@@ -397,6 +405,25 @@ def test_solvers_are_added_to_those_there_are_and_replace_their_like(fits):
     assert [made.nfe for made in cal.solvers] == [3, 8]  # what was given stays as it was
 
 
+def test_a_guidance_that_files_take_for_the_same_is_replaced(fits):
+    near = replace(fits[0].solver(3), guidance=1.0 + 1e-9)
+    cal = fit_solver(blobs(), replace(fits[0], solvers=(near,)), nfe=3, trajectories=COUNT, **QUIET)
+    assert [made.guidance for made in cal.solvers] == [1.0]
+
+
+def test_a_solver_that_was_fitted_to_another_form_of_the_correction_says_so():
+    cal = fit_solver(blobs(), calibration_of(blobs(), BLOBS.sample(64), shift=0.01), **{**PAIR, "nfe": 3})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trueup.sample(blobs(), 2, nfe=3, calibration=cal, **QUIET)
+        trueup.sample(blobs(), 2, nfe=3, solver="ddim", calibration=replace(cal, gains="none"), **QUIET)
+    for solver in (None, "fitted"):
+        with pytest.warns(
+            UserWarning, match="3 evaluations was fitted to the correction as 'sqrt', not 'none'"
+        ):
+            trueup.sample(blobs(), 2, nfe=3, solver=solver, calibration=replace(cal, gains="none"), **QUIET)
+
+
 def test_samples_are_those_of_the_fitted_solver_by_default(fits, tmp_path):
     fits[0].save(tmp_path / "a")
     cal, denoiser, how = trueup.load(tmp_path / "a"), blobs(), {"seed": 4, **QUIET}
@@ -445,6 +472,65 @@ def test_a_calibration_of_another_network_is_refused():
         fit_solver(other, cal, nfe=3, trajectories=32, **QUIET)
     with pytest.raises(MismatchError, match="made for other weights"):
         samplers(other, cal, nfe=3, trajectories=8, **QUIET)
+
+
+def test_a_trajectory_that_runs_away_costs_its_candidate_and_not_the_fit(monkeypatch, fits):
+    calls, fitted = [], solve.fitted
+
+    def poisoned(base, network, teacher):
+        calls.append(base)
+        if len(calls) == 1:
+            states = [x.index_fill(0, torch.tensor([20]), math.nan) for x in teacher.states]
+            teacher = replace(teacher, states=states)
+            assert fitted(base, network, teacher) is base
+        return fitted(base, network, teacher)
+
+    monkeypatch.setattr(solve, "fitted", poisoned)
+    (made,) = fit_solver(blobs(), nfe=3, trajectories=COUNT, **QUIET).solvers
+    assert len(calls) == solve.TRIED
+    assert not made.empty
+
+    def singular(*args):
+        raise torch.linalg.LinAlgError
+
+    monkeypatch.setattr(torch.linalg, "solve", singular)
+    (made,) = fit_solver(blobs(), nfe=3, trajectories=COUNT, **QUIET).solvers
+    assert made.empty
+
+
+def test_what_stays_finite_is_better_than_a_rule_that_does_not(monkeypatch):
+    judged = Fitter.judged
+
+    def lost(self, solver):
+        found = judged(self, solver)
+        return replace(found, errors=found.errors * math.inf) if solver.empty else found
+
+    monkeypatch.setattr(Fitter, "judged", lost)
+    (made,) = fit_solver(blobs(), nfe=3, trajectories=COUNT, **QUIET).solvers
+    assert not made.empty
+    assert math.isnan(made.evidence["error_base"])
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_the_cost_of_a_fit_is_what_it_evaluates_and_the_bar_ends_full(by_data, monkeypatch):
+    bars, rows = [], []
+
+    class Counted(Progress):
+        def __init__(self, *args, **how):
+            super().__init__(*args, **how)
+            bars.append(self)
+
+        def update(self, more):
+            rows.append(more)
+            super().update(more)
+
+    monkeypatch.setattr(solve, "Progress", Counted)
+    data = (GaussianMixture(0.5 * shapes(), 0.07) if by_data else BLOBS).sample(400)
+    cal = fit_solver(blobs(), calibration_of(blobs(), data), nfe=[3, 8], trajectories=COUNT, **QUIET)
+    assert (cal.solver(8).evidence["limit_miss"] > solve.MATERIAL) == by_data
+    (bar,) = bars
+    assert sum(rows) == bar.done == bar.total
+    assert sum(rows) <= solve.fit_cost(COUNT, 3, 8, by_data=by_data) <= 1.1 * sum(rows)
 
 
 # Labels and guidance
@@ -984,7 +1070,8 @@ def test_restored_states_have_the_datas_moments_at_every_level(rule):
 def test_means_that_are_noise_are_not_followed():
     """States that have the data's moments already: their mean is off by chance, and stays."""
     z, bands, off, followed = normals(5), Bands((2, 2)), [], []
-    denoiser, variance = GAUSSIAN.denoiser(VP, dtype=torch.float64), STD**2 + torch.zeros(1, bands.count)
+    denoiser = GAUSSIAN.denoiser(VP, dtype=torch.float64).with_batch_size(4000)
+    variance = STD**2 + torch.zeros(1, bands.count)
     exactly = Moments(bands, bands.dct(MEAN[0]).flatten(1), variance.double(), 10**6)
     base, network = plan(denoiser, RULES[0], Grid(math.inf, 1.0), 12), network_for(denoiser)
     for _ in range(20):
@@ -1026,6 +1113,11 @@ def test_where_the_limit_misses_the_data_states_are_brought_to_them():
     bare = draw(blobs(), without_fit(made), 128, 8)
     data = Moments.of(cal)
     assert data.miss(fresh).less(data.miss(bare)).high < 0
+    found = samplers(blobs(), cal, nfe=[3, 4], trajectories=8, **QUIET)
+    assert found.brought == (4,)
+    note = "fitted for 4: brought to the data's moments, away from the limit on purpose"
+    assert found.table().splitlines()[-2] == note
+    assert found.as_json()["brought to the data"] == [4]
 
 
 def test_where_the_limit_is_the_data_it_is_what_steps_are_fitted_to(fits):
@@ -1077,6 +1169,8 @@ def test_the_fitted_solver_is_among_those_compared(compared):
     names = {row.sampler for row in compared.rows}
     assert names >= {"DDIM", "DPM-Solver++ 2M", "DPM-Solver++ 3M", "iPNDM", "unipc", "dpm-solver-3"}
     assert compared.calibrated is False  # there is nothing to correct
+    assert compared.brought == ()
+    assert "brought" not in compared.table()
 
 
 def test_the_table_and_the_json_say_the_same(compared):

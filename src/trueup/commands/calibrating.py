@@ -18,6 +18,7 @@ from trueup.estimate.diagnose import look
 from trueup.figure import check_figure, draw, draw_samplers
 from trueup.fitting import fit_solver, judge, labels_of
 from trueup.fitting import samplers as compare_samplers
+from trueup.fitting.kept import clear
 from trueup.images import open_images
 from trueup.report import as_json, as_text, plain_output
 from trueup.sampling import generate
@@ -42,9 +43,12 @@ def calibrate(options: argparse.Namespace) -> int:
         kept = f"; {run} keeps the measurements (delete it, or add {what})"
     if options.nfe is not None:
         how = given(options, "nfe", "trajectories", "guidance", "seed", "progress")
-        calibration = fit_solver(denoiser, calibration, labels=labels, run=run / "solvers", **how)
+        how |= {"run": run / "solvers", "keep": True}
+        calibration = fit_solver(denoiser, calibration, labels=labels, **how)
     assert calibration is not None
     calibration.save(output)
+    if options.nfe is not None:
+        clear(run / "solvers")
     if run.is_dir() and not any(run.iterdir()):
         run.rmdir()
     _report(calibration, options, more)

@@ -58,7 +58,8 @@ def restored(solver: FittedSolver, network: Network, noise: Tensor, data: Moment
 
 
 def _walk(solver: FittedSolver, network: Network, noise: Tensor, step: Step) -> FittedSolver:
-    """Through all states but the last, fitting each step before it is taken."""
+    """Through all states but the last, fitting each step before it is taken; as it was if one cannot be."""
+    bare = solver
     bands, tables, offset = solver.bands, solver.tables.clone(), solver.offset.clone()
     x = noise * network.process.prior_std
     history: list[Tensor] = []
@@ -70,7 +71,12 @@ def _walk(solver: FittedSolver, network: Network, noise: Tensor, step: Step) -> 
             coefficients = [dct_of(bands, answer), *coefficients][:MEMORY]
             parts = torch.stack([dct_of(bands, x), *coefficients])  # (J, n, C, K)
             made = torch.einsum("j,jnck->nck", solver.weights[i, : len(parts)].to(parts), parts)
-            table, shift = step(parts, made, i)
+            try:
+                table, shift = step(parts, made, i)
+            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+                return bare
+            if not (torch.isfinite(table).all() and torch.isfinite(shift).all()):  # a trajectory ran away
+                return bare
             tables[i, : len(table)], offset[i] = table.cpu(), shift.cpu()
             solver = replace(solver, tables=tables, offset=offset)
             x = solver.step(i, x, history)

@@ -16,7 +16,7 @@ from trueup.calibration import Attachment, Calibration, as_calibration
 from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
 from trueup.fitting.moments import seen, whitened
-from trueup.fitting.solve import checked_numbers
+from trueup.fitting.solve import BROUGHT, checked_numbers
 from trueup.fitting.teacher import INTERVALS, Teacher, deal
 from trueup.hf import as_denoiser
 from trueup.noise import check_seed, mix
@@ -55,6 +55,7 @@ class Samplers:
     trajectories: int
     model: str
     calibrated: bool
+    brought: tuple[int, ...] = ()  # evaluations whose fitted solver aims at the data, not at the limit
 
     def __repr__(self) -> str:
         return f"<samplers of {self.model}: {self.verdict()}>"
@@ -89,6 +90,11 @@ class Samplers:
             lines.append(f"{sampler:16} {grid:17}" + "".join(f"{cell:>20}" for cell in cells))
         lines += ["", "distance: squared error to the many-step limit from the same noise over the limit's"]
         lines.append("variance, every frequency band in its own units, ± 95%; * the nearest")
+        if self.brought:
+            numbers = ", ".join(map(str, self.brought))
+            lines.append(
+                f"fitted for {numbers}: brought to the data's moments, away from the limit on purpose"
+            )
         return "\n".join([*lines, f"verdict: {self.verdict()}"])
 
     def as_json(self) -> dict[str, Any]:
@@ -104,8 +110,13 @@ class Samplers:
             }
             for r in self.rows
         ]
-        more = {"model": self.model, "calibrated": self.calibrated, "trajectories": self.trajectories}
-        return {**more, "verdict": self.verdict(), "samplers": rows}
+        more: dict[str, Any] = {
+            "model": self.model,
+            "calibrated": self.calibrated,
+            "trajectories": self.trajectories,
+        }
+        more |= {"verdict": self.verdict(), "brought to the data": list(self.brought)}
+        return {**more, "samplers": rows}
 
 
 def samplers(
@@ -141,13 +152,15 @@ def samplers(
     corrected = None if found is None or found.empty else attachment
     with corrected or nullcontext(), Progress(total, "comparing samplers", show=progress) as bar:
         network.advance = bar.update
-        teacher = Teacher.of(network, network.seed, intervals=intervals, keep=False)
+        teacher = Teacher.of(network, network.seed, intervals=intervals, keep=False, finer_than=max(numbers))
         teacher.check_varied(seen(teacher.samples, denoiser))
         for number, name, grid, solver in solvers:
             error = _error(solver, network, number, teacher)
             if error is not None:
                 rows.append(Row(name, grid, number, error))
-    return Samplers(rows, trajectories, denoiser.description, corrected is not None)
+    fitted = (solver.solver for *_, solver in solvers if isinstance(solver, Fitted))
+    brought = tuple(made.nfe for made in fitted if made.provenance.get("fitted") == BROUGHT)
+    return Samplers(rows, trajectories, denoiser.description, corrected is not None, brought)
 
 
 def _solvers(

@@ -50,6 +50,7 @@ def fit_solver(
     guidance: float = 1.0,
     seed: int = 0,
     run: str | PathLike[str] | None = None,
+    keep: bool = False,
     progress: bool | None = None,
 ) -> Calibration:
     """The calibration with a solver fitted to the calibrated network for each number of evaluations.
@@ -64,7 +65,8 @@ def fit_solver(
     `pipe.scheduler = cal.scheduler(nfe=8)`. Without a calibration the solver alone is fitted. labels,
     guidance: as in use; a solver is for one guidance scale. Trajectories take labels from all over the list.
     Moments of the data are for labels as they are in the data (`labels_of`), and are not looked at with
-    others. run: a directory to go on from after an interruption; what it kept is removed at the end.
+    others. run: a directory to go on from after an interruption; what it kept is removed at the end, unless
+    it is to `keep` that until the result is saved (`trueup.fitting.kept.clear`).
     """
     check_seed(seed)
     denoiser = as_denoiser(model)
@@ -84,15 +86,17 @@ def fit_solver(
         if left:
             with corrected, fitter:
                 fitter.start(kept_run)
-                for number in left:
+                for done, number in enumerate(left):
+                    fitter.expect(left[done:])
                     made.append(fitter.fit(number))
                     kept_run.keep_solvers(found, made)
-        kept_run.clear()
+                fitter.expect([])
+        if not keep:
+            kept_run.clear()
     for solver in made:
         solver.provenance.pop("run", None)
-    new = {(solver.nfe, solver.guidance) for solver in made}
-    kept = [old for old in found.solvers if (old.nfe, old.guidance) not in new]
-    return replace(found, solvers=(*kept, *made))
+    others = [old for old in found.solvers if not any(old.is_for(new.nfe, new.guidance) for new in made)]
+    return replace(found, solvers=(*others, *made))
 
 
 class Fitter:
@@ -121,7 +125,7 @@ class Fitter:
         # Guided samples are not meant to have the data's moments.
         self.data = Moments.of(calibration, labels) if guidance == 1.0 else None
         self.gains = "none" if calibration is None or calibration.empty else calibration.gains
-        self.intervals = _intervals(numbers)
+        self.intervals, self.most = _intervals(numbers), max(numbers)
         self.origin = {"trajectories": trajectories, "seed": seed}
         self.origin |= {} if labels is None else {"labels": told(labels)}
         self.bar = Progress(fit_cost(trajectories, *numbers), "fitting a solver", show=progress)
@@ -157,7 +161,7 @@ class Fitter:
         teacher = kept.teacher()
         if teacher is None:
             with self._rows(slice(self.count)) as network:
-                teacher = Teacher.of(network, self.seed, intervals=self.intervals)
+                teacher = Teacher.of(network, self.seed, intervals=self.intervals, finer_than=self.most)
             kept.keep_teacher(teacher)
         teacher = teacher.to(self.denoiser.device)
         shown = seen(teacher.samples, self.denoiser)
@@ -167,6 +171,10 @@ class Fitter:
         self.judging = teacher.rows(slice(self.fitted_to, self.count))
         # Moments of few samples say little.
         self.held = slice(self.fitted_to, self.count + (self.fitted_to if self.far_from_data else 0))
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """Say what is left to do, now that it is known what decides."""
+        self.bar.left(sum(_cost(self.count, number, self.far_from_data) for number in numbers))
 
     def __exit__(self, *error: object) -> None:
         self.bar.__exit__(*error)
@@ -206,9 +214,11 @@ class Fitter:
         before, after = ([self.judged(solver) for solver in group] for group in (bases, better))
         base = min(range(len(bases)), key=lambda i: before[i].score)
         best = min(range(len(better)), key=lambda i: after[i].score)
-        change = after[best].less(before[base])
-        chosen, judged = (better[best], after[best]) if change.high < 0 else (bases[base], before[base])
-        origin = {**chosen.provenance, **self.origin, "fitted": _how(change.high < 0, self.far_from_data)}
+        # A rule that left the finite has no interval, and is worse than any that did not.
+        lost = math.isinf(before[base].score) and math.isfinite(after[best].score)
+        helps = lost or after[best].less(before[base]).high < 0
+        chosen, judged = (better[best], after[best]) if helps else (bases[base], before[base])
+        origin = {**chosen.provenance, **self.origin, "fitted": _how(helps, self.far_from_data)}
         evidence = {
             "error_base": before[base].error.value,
             "error": judged.error.value,
@@ -258,11 +268,17 @@ class Judged:
         return Number.mean((self.errors - other.errors).double())
 
 
-def fit_cost(trajectories: int, *numbers: int) -> int:
-    """About how many evaluations of the network fitting solvers takes."""
+def fit_cost(trajectories: int, *numbers: int, by_data: bool = False) -> int:
+    """About how many evaluations of the network fitting solvers takes; by_data: where the data decide."""
+    each = sum(_cost(trajectories, nfe, by_data) for nfe in numbers)
+    return (_intervals(numbers) + 1) * trajectories + each
+
+
+def _cost(trajectories: int, nfe: int, by_data: bool) -> int:
     held = _held_out(trajectories)
-    each = [TRIED * (trajectories + held) * nfe + search_cost(nfe) for nfe in numbers]
-    return (_intervals(numbers) + 1) * trajectories + sum(each)
+    judging = trajectories if by_data else held
+    # Of the last step nothing is fitted; rules are judged, and what was made of them.
+    return search_cost(nfe) + TRIED * ((nfe - 1) * (trajectories - held) + 2 * nfe * judging)
 
 
 def _held_out(trajectories: int) -> int:
