@@ -9,6 +9,8 @@ import torch
 from PIL import Image
 
 import trueup
+from trueup.calibration import Calibration
+from trueup.errors import TrueupError
 from trueup.fitting import solve
 from trueup.fitting.teacher import Teacher
 
@@ -173,6 +175,24 @@ def test_a_conditional_network_is_fitted_with_its_labels_and_guidance(tmp_path):
     refused(alone, "no solver for 2 evaluations: this calibration has those for 2 evaluations (guidance 2)")
 
 
+def test_labels_other_than_the_datas_are_fitted_to_the_limit_and_judged_by_the_datas(images, tmp_path):
+    net, out = save(tiny_unet(num_class_embeds=3), tmp_path / "net"), tmp_path / "a.safetensors"
+    pictures = np.stack([np.asarray(Image.open(path)) for path in sorted(images.glob("*.png"))])
+    np.savez(tmp_path / "data.npz", image=pictures, label=np.arange(len(pictures)) % 3)
+    base = ("calibrate", net, "--data", tmp_path / "data.npz", "--trust", "--nfe", 2, *FEW, "--force")
+    done = trueup_command(*base, "--labels", 1, "-o", out)
+    assert done.returncode == 0, done.stderr
+    cal = trueup.load(out)
+    assert cal.samples is not None
+    assert cal.solver(2).provenance["labels"] == [1]
+    assert "miss" not in cal.solver(2).evidence
+    done = trueup_command(*base, "-o", out)
+    assert done.returncode == 0, done.stderr
+    cal = trueup.load(out)
+    assert cal.solver(2).provenance["labels"] == "as in the data"
+    assert "miss" in cal.solver(2).evidence
+
+
 def test_ctrl_c_keeps_the_trajectories(model, alone, tmp_path, monkeypatch):
     out = tmp_path / "a.safetensors"
     base = ("calibrate", model, "--nfe", "3,4", *FEW, "-o", out)
@@ -191,6 +211,30 @@ def test_ctrl_c_keeps_the_trajectories(model, alone, tmp_path, monkeypatch):
         raise AssertionError("trajectories are computed again")
 
     monkeypatch.setattr(Teacher, "of", again)
+    done = trueup_command(*base)
+    assert done.returncode == 0, done.stderr
+    found, expected = trueup.load(out), trueup.load(alone[0])
+    assert [made.identity for made in found.solvers] == [made.identity for made in expected.solvers]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [out.name]
+
+
+def test_what_cannot_be_saved_need_not_be_fitted_again(model, alone, tmp_path, monkeypatch):
+    out, save_it = tmp_path / "a.safetensors", Calibration.save
+    base = ("calibrate", model, "--nfe", "3,4", *FEW, "-o", out)
+
+    def full(self, path):
+        if path == out:
+            raise TrueupError("the disk is full")
+        save_it(self, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Calibration, "save", full)
+        refused(trueup_command(*base), "the disk is full")
+
+    def again(*args, **kwargs):
+        raise AssertionError("solvers are fitted again")
+
+    monkeypatch.setattr(solve.Fitter, "fit", again)
     done = trueup_command(*base)
     assert done.returncode == 0, done.stderr
     found, expected = trueup.load(out), trueup.load(alone[0])

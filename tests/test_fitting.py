@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -18,15 +19,19 @@ from trueup.calibration import Calibration
 from trueup.errors import MismatchError, ModelError, TrueupError
 from trueup.files import load_tensors, save_tensors
 from trueup.fitting import fit_solver, judge, samplers, solve
+from trueup.fitting.calibrating import labels_of
 from trueup.fitting.gains import MATERIAL, choose
 from trueup.fitting.kept import KIND
 from trueup.fitting.moments import Miss, Moments, seen, whitened
 from trueup.fitting.regress import regression, restored
 from trueup.fitting.samplers import Row, Samplers
+from trueup.fitting.search import error_between
+from trueup.fitting.solve import Fitter, Judged
 from trueup.fitting.teacher import Teacher
 from trueup.hf import as_denoiser
 from trueup.noise import normal
 from trueup.parametrization import Parametrization
+from trueup.progress import Progress
 from trueup.sampling import DPMSolver, sample_batches
 from trueup.sampling.draw import DEFAULT, choose_solver, network_for
 from trueup.sampling.fitted import Fitted, follow, plan
@@ -175,6 +180,12 @@ def test_a_network_of_whole_timesteps_is_asked_at_these_alone():
     assert all(isinstance(t, int) for t in told)
     assert torch.equal(made.t, made.t.round())
     assert made.evidence["error"] < 0.2
+    with pytest.raises(
+        TrueupError, match=r"its fine solver has (\d+) of them: choose fewer evaluations, not 300"
+    ):
+        fit_solver(denoiser, nfe=[4, 300], trajectories=32, **QUIET)
+    with pytest.raises(TrueupError, match="choose fewer evaluations, not 100"):
+        samplers(denoiser, nfe=[4, 100], trajectories=8, **QUIET)
     few = trueup.Denoiser(Tabled(4), processes.DiscreteVP.linear(steps=4), "noise", (1, 8, 8))
     with pytest.raises(TrueupError, match="knows too few timesteps for a fine solver"):
         fit_solver(few, nfe=3, trajectories=32, **QUIET)
@@ -287,6 +298,17 @@ def test_parts_that_never_change_explain_nothing():
     assert torch.allclose(offset + BANDS.spread(tables[0]), torch.tensor(2.0).double(), atol=0.01)
 
 
+def test_an_error_beyond_all_numbers_stays_beyond_them():
+    network, x = Network(blobs()), torch.zeros(4, 1, 8, 8).double()
+    x[1], x[2] = 1e200, math.nan  # a square of the first is infinite
+    base = plan(network.denoiser, RULES[0], Grid(), 3)
+    limit = normal(0, torch.arange(4), 0, (1, 8, 8), CPU)
+    network.denoiser.data_range = None
+    errors = error_between(base, network, x, Teacher(limit, torch.zeros(1), [], limit))
+    assert torch.isfinite(errors).tolist() == [True, False, False, True]
+    assert (errors[1:3] == math.inf).all()
+
+
 # The fit
 
 FEW = [3, 4, 5, 6, 7, 8]
@@ -383,6 +405,25 @@ def test_solvers_are_added_to_those_there_are_and_replace_their_like(fits):
     assert [made.nfe for made in cal.solvers] == [3, 8]  # what was given stays as it was
 
 
+def test_a_guidance_that_files_take_for_the_same_is_replaced(fits):
+    near = replace(fits[0].solver(3), guidance=1.0 + 1e-9)
+    cal = fit_solver(blobs(), replace(fits[0], solvers=(near,)), nfe=3, trajectories=COUNT, **QUIET)
+    assert [made.guidance for made in cal.solvers] == [1.0]
+
+
+def test_a_solver_that_was_fitted_to_another_form_of_the_correction_says_so():
+    cal = fit_solver(blobs(), calibration_of(blobs(), BLOBS.sample(64), shift=0.01), **{**PAIR, "nfe": 3})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trueup.sample(blobs(), 2, nfe=3, calibration=cal, **QUIET)
+        trueup.sample(blobs(), 2, nfe=3, solver="ddim", calibration=replace(cal, gains="none"), **QUIET)
+    for solver in (None, "fitted"):
+        with pytest.warns(
+            UserWarning, match="3 evaluations was fitted to the correction as 'sqrt', not 'none'"
+        ):
+            trueup.sample(blobs(), 2, nfe=3, solver=solver, calibration=replace(cal, gains="none"), **QUIET)
+
+
 def test_samples_are_those_of_the_fitted_solver_by_default(fits, tmp_path):
     fits[0].save(tmp_path / "a")
     cal, denoiser, how = trueup.load(tmp_path / "a"), blobs(), {"seed": 4, **QUIET}
@@ -431,6 +472,65 @@ def test_a_calibration_of_another_network_is_refused():
         fit_solver(other, cal, nfe=3, trajectories=32, **QUIET)
     with pytest.raises(MismatchError, match="made for other weights"):
         samplers(other, cal, nfe=3, trajectories=8, **QUIET)
+
+
+def test_a_trajectory_that_runs_away_costs_its_candidate_and_not_the_fit(monkeypatch, fits):
+    calls, fitted = [], solve.fitted
+
+    def poisoned(base, network, teacher):
+        calls.append(base)
+        if len(calls) == 1:
+            states = [x.index_fill(0, torch.tensor([20]), math.nan) for x in teacher.states]
+            teacher = replace(teacher, states=states)
+            assert fitted(base, network, teacher) is base
+        return fitted(base, network, teacher)
+
+    monkeypatch.setattr(solve, "fitted", poisoned)
+    (made,) = fit_solver(blobs(), nfe=3, trajectories=COUNT, **QUIET).solvers
+    assert len(calls) == solve.TRIED
+    assert not made.empty
+
+    def singular(*args):
+        raise torch.linalg.LinAlgError
+
+    monkeypatch.setattr(torch.linalg, "solve", singular)
+    (made,) = fit_solver(blobs(), nfe=3, trajectories=COUNT, **QUIET).solvers
+    assert made.empty
+
+
+def test_what_stays_finite_is_better_than_a_rule_that_does_not(monkeypatch):
+    judged = Fitter.judged
+
+    def lost(self, solver):
+        found = judged(self, solver)
+        return replace(found, errors=found.errors * math.inf) if solver.empty else found
+
+    monkeypatch.setattr(Fitter, "judged", lost)
+    (made,) = fit_solver(blobs(), nfe=3, trajectories=COUNT, **QUIET).solvers
+    assert not made.empty
+    assert math.isnan(made.evidence["error_base"])
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_the_cost_of_a_fit_is_what_it_evaluates_and_the_bar_ends_full(by_data, monkeypatch):
+    bars, rows = [], []
+
+    class Counted(Progress):
+        def __init__(self, *args, **how):
+            super().__init__(*args, **how)
+            bars.append(self)
+
+        def update(self, more):
+            rows.append(more)
+            super().update(more)
+
+    monkeypatch.setattr(solve, "Progress", Counted)
+    data = (GaussianMixture(0.5 * shapes(), 0.07) if by_data else BLOBS).sample(400)
+    cal = fit_solver(blobs(), calibration_of(blobs(), data), nfe=[3, 8], trajectories=COUNT, **QUIET)
+    assert (cal.solver(8).evidence["limit_miss"] > solve.MATERIAL) == by_data
+    (bar,) = bars
+    assert sum(rows) == bar.done == bar.total
+    assert sum(rows) <= solve.fit_cost(COUNT, 3, 8, by_data=by_data) <= 1.1 * sum(rows)
 
 
 # Labels and guidance
@@ -486,16 +586,65 @@ def test_a_solver_is_for_one_guidance_scale():
     assert [row.sampler for row in listed.rows].count("fitted") == 1
 
 
-def test_trajectory_i_has_label_i_of_those_given():
+def told_to(labels, trajectories=32, **how):
+    """Labels of all trajectories, of those that were fitted to, and of those held out."""
     classes = Classes()
-    fit_solver(classes.denoiser(), nfe=3, labels=[0, 1, 1], trajectories=32, **QUIET)
+    cal = fit_solver(classes.denoiser(), nfe=3, labels=labels, trajectories=trajectories, **how, **QUIET)
     told = {tuple(y.tolist()) for y in classes.told if len(y) > 1}
-    labels = tuple([0, 1, 1][i % 3] for i in range(32))
-    assert told == {labels, labels[:16], labels[16:]}  # of all, of those fitted to and of those held out
+    (whole,) = (y for y in told if len(y) == trajectories)
+    assert told == {whole, whole[: trajectories // 2], whole[trajectories // 2 :]}
+    return whole, cal.solver(3)
+
+
+def test_trajectories_take_labels_in_turn():
+    whole, made = told_to([0, 1, 1])
+    assert sum(whole) in (21, 22)
+    assert all(sum(whole[i : i + 3]) == 2 for i in range(30))
+    assert made.provenance["labels"] == [0, 1, 1]
+    assert told_to([0] * 2000 + [1] * 2000)[1].provenance["labels"] == "4000 labels"
+    classes = Classes()
     with pytest.raises(
         TrueupError, match="this network is conditional: say which labels to sample as labels"
     ):
         fit_solver(classes.denoiser(), nfe=3, **QUIET)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_labels_of_the_whole_list_are_seen_however_it_is_sorted(seed):
+    whole, _ = told_to([0] * 128 + [1] * 128, seed=seed)
+    for part in (whole[:16], whole[16:]):
+        assert {*part} == {0, 1}
+    classes, cal = Classes(), calibration_of(Classes().denoiser(), Classes().samples, shift=0.1, y=[0])
+    judge(classes.denoiser(), cal, labels=of_data([0] * 128 + [1] * 128), trajectories=16, seed=seed, **QUIET)
+    assert {*torch.cat(classes.told).tolist()} == {0, 1}
+    classes.told.clear()
+    how = {"labels": [0] * 64 + [1] * 64, "trajectories": 16, "seed": seed}
+    samplers(classes.denoiser(), nfe=3, **how, **QUIET)
+    assert {*torch.cat(classes.told).tolist()} == {0, 1}
+
+
+def of_data(labels):
+    data = trueup.Images(torch.full((len(labels), 1, 8, 8), -0.9), labels=torch.tensor(labels))
+    return labels_of(data, Classes().denoiser())
+
+
+def test_moments_of_the_data_are_for_labels_as_they_are_in_the_data():
+    """Pictures of both classes: those of one alone are not meant to look like them."""
+    classes = Classes()
+    denoiser, labels = classes.denoiser(), of_data([0, 1] * 16)
+    cal = calibration_of(denoiser, classes.samples, shift=0.1, y=[0])
+    how = {"nfe": 3, "trajectories": 32, **QUIET}
+    alone = fit_solver(denoiser, cal, labels=[0], **how).solver(3)
+    assert not {"miss", "limit_miss"} & {*alone.evidence}
+    assert alone.provenance["fitted"] != solve.BROUGHT
+    assert alone.provenance["labels"] == [0]
+    both = fit_solver(denoiser, cal, labels=labels, **how).solver(3)
+    assert {"miss", "limit_miss"} <= {*both.evidence}
+    assert both.provenance["labels"] == "as in the data"
+    for part in (labels[:1], labels.tolist(), labels + 0):
+        assert Moments.of(cal, part) is None
+    assert judge(denoiser, cal, labels=[0], **QUIET) is cal
+    assert judge(denoiser, cal, labels=labels, trajectories=16, **QUIET).samples is not None
 
 
 def test_labels_make_a_difference_to_what_is_fitted():
@@ -620,6 +769,33 @@ def test_what_was_kept_for_other_labels_or_guidance_is_not_believed(interrupted,
     run = interrupted(0, denoiser, **{**how, **other})
     found, expected = (fit_solver(denoiser, run=where, **how) for where in (run, None))
     assert found.solver(3).identity == expected.solver(3).identity
+
+
+def test_what_was_kept_for_other_data_is_not_believed(interrupted):
+    first, other = (calibration_of(blobs(), data.sample(400)) for data in (BLOBS, APART))
+    assert first.identity == other.identity  # neither corrects anything
+    run = interrupted(1, calibration=other)
+    found, expected = (fit_solver(blobs(), first, run=where, **PAIR) for where in (run, None))
+    assert found.solver(3).evidence == expected.solver(3).evidence
+
+
+def test_what_was_kept_for_labels_that_only_end_otherwise_is_not_believed():
+    one, other = ([0] * 1500 + [end] * 1500 for end in (0, 1))
+    keys = [
+        Fitter(Classes().denoiser(), None, 32, labels, 1.0, 0, False, [3]).settings()
+        for labels in (one, other)
+    ]
+    assert keys[0] != keys[1]
+    assert keys[0] == Fitter(Classes().denoiser(), None, 32, one, 1.0, 0, False, [3]).settings()
+
+
+def test_what_was_kept_for_a_network_without_weights_is_believed_by_its_answers(interrupted, pair):
+    assert not blobs().fingerprint()
+    other = blobs(data=APART)
+    other.description = blobs().description
+    run = interrupted(1, other)
+    found = fit_solver(blobs(), run=run, **PAIR)
+    assert [made.identity for made in found.solvers] == [made.identity for made in pair.solvers]
 
 
 # The judges
@@ -876,14 +1052,53 @@ def test_restored_states_have_the_datas_moments_at_every_level(rule):
     for i, x in enumerate(states[:-1], 1):
         alpha, sigma = float(made.alpha[i]), float(made.sigma[i])
         coefficients = dctn(x.numpy(), axes=(2, 3), norm="ortho").reshape(64, 4)
-        assert np.allclose(coefficients.mean(0), alpha * data.mean.numpy()[0], atol=1e-6)
         for band, members in enumerate(bands.members):
-            variance = coefficients[:, members.numpy()].var(0).mean()
-            assert variance == pytest.approx(alpha**2 * float(data.variance[0, band]) + sigma**2, rel=1e-6)
+            variance = coefficients[:, members.numpy()].var(0, ddof=1).mean()
+            wanted = alpha**2 * float(data.variance[0, band]) + sigma**2
+            assert variance == pytest.approx(wanted, rel=1e-6)
+            off = coefficients.mean(0)[members] - alpha * data.mean.numpy()[0, members]
+            noise = wanted / 64 + alpha**2 * float(data.variance[0, band]) / 100
+            # (38): what is left of an excess e is (1 + e)/(1 + bound)^2 of the noise, at its largest where
+            # the bound is 0.
+            assert (off**2).mean() < (1 + 1.5 * (2 / len(members)) ** 0.5) * noise * 1.01
     assert not made.tables[-1].any()
     assert not made.offset[-1].any()
     at = (torch.full((64,), float(v[-2])).double() for v in (made.alpha, made.sigma))
     assert torch.allclose(states[-1], GAUSSIAN.x0_given(states[-2], *at), atol=1e-9)
+
+
+def test_means_that_are_noise_are_not_followed():
+    """States that have the data's moments already: their mean is off by chance, and stays."""
+    z, bands, off, followed = normals(5), Bands((2, 2)), [], []
+    denoiser = GAUSSIAN.denoiser(VP, dtype=torch.float64).with_batch_size(4000)
+    variance = STD**2 + torch.zeros(1, bands.count)
+    exactly = Moments(bands, bands.dct(MEAN[0]).flatten(1), variance.double(), 10**6)
+    base, network = plan(denoiser, RULES[0], Grid(math.inf, 1.0), 12), network_for(denoiser)
+    for _ in range(20):
+        made = restored(base, network, z(48, 1, 2, 2), exactly)
+        fresh, bare = (follow(one, network, z(4000, 1, 2, 2)).mean(0) - MEAN[0] for one in (made, base))
+        off.append(fresh.square().mean())
+        followed.append(bare.square().mean())
+    assert sum(off) / 20 < 0.3 * STD**2 / 48 + sum(followed) / 20
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_is_said_of_states_brought_to_the_data_is_true_on_fresh_noise(seed, monkeypatch):
+    """A Gaussian network, and data of another contrast: hundreds of means, a hundred trajectories."""
+    mean = 0.1 * torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(seed)).double()
+    denoiser = blobs(256, GaussianMixture(mean, 0.4))
+    cal, changes = calibration_of(denoiser, GaussianMixture(mean + 0.02, 0.55).sample(400, seed)), []
+    less = Judged.less
+    monkeypatch.setattr(Judged, "less", lambda *two: (changes.append(less(*two)), changes[-1])[1])
+    made = fit_solver(denoiser, cal, nfe=10, seed=seed, **QUIET).solver(10)
+    assert made.provenance["fitted"] == solve.BROUGHT
+    data = Moments.of(cal)
+    fresh, bare = (data.miss(draw(denoiser, one, 1024, 9 + seed)) for one in (made, without_fit(made)))
+    said, true = made.evidence, fresh.number
+    assert abs(said["miss"] - true.value) < 3 * math.hypot(said["miss_se"], true.error)
+    (change,), found = changes, fresh.less(bare)
+    assert change.low < found.high
+    assert found.low < change.high
 
 
 def test_where_the_limit_misses_the_data_states_are_brought_to_them():
@@ -891,13 +1106,18 @@ def test_where_the_limit_misses_the_data_states_are_brought_to_them():
     other = GaussianMixture(0.5 * shapes(), 0.07).sample(400)
     cal = fit_solver(blobs(), calibration_of(blobs(), other), nfe=4, trajectories=COUNT, **QUIET)
     (made,) = cal.solvers
-    assert made.provenance["fitted"] == "states brought to the data's moments"
+    assert made.provenance["fitted"] == solve.BROUGHT
     assert made.evidence["limit_miss"] > solve.MATERIAL
     assert made.evidence["miss"] < made.evidence["miss_base"]
     fresh = trueup.sample(blobs(), 128, nfe=4, seed=8, calibration=cal, **QUIET)
     bare = draw(blobs(), without_fit(made), 128, 8)
     data = Moments.of(cal)
     assert data.miss(fresh).less(data.miss(bare)).high < 0
+    found = samplers(blobs(), cal, nfe=[3, 4], trajectories=8, **QUIET)
+    assert found.brought == (4,)
+    note = "fitted for 4: brought to the data's moments, away from the limit on purpose"
+    assert found.table().splitlines()[-2] == note
+    assert found.as_json()["brought to the data"] == [4]
 
 
 def test_where_the_limit_is_the_data_it_is_what_steps_are_fitted_to(fits):
@@ -949,6 +1169,8 @@ def test_the_fitted_solver_is_among_those_compared(compared):
     names = {row.sampler for row in compared.rows}
     assert names >= {"DDIM", "DPM-Solver++ 2M", "DPM-Solver++ 3M", "iPNDM", "unipc", "dpm-solver-3"}
     assert compared.calibrated is False  # there is nothing to correct
+    assert compared.brought == ()
+    assert "brought" not in compared.table()
 
 
 def test_the_table_and_the_json_say_the_same(compared):

@@ -89,6 +89,18 @@ def test_a_network_that_is_left_as_it_is_for_sampling_keeps_its_likelihood():
     assert "although samples would be closer" in judged(told(), gains="none").verdict()  # somebody's choice
 
 
+def test_the_judge_does_not_regret_its_own_choice():
+    """sqrt stands, since response is closer by too little; and is no closer than nothing is."""
+    found = {"none": miss(0.012), "sqrt": miss(0.013, 1), "response": miss(0.010, 2)}
+    assert choose(found) == "none"
+    samples = told(before=0.012, after=0.013)
+    samples["miss"]["response"] = [0.010, 0.009, 0.011]
+    del samples["miss"]["change"]
+    said = judged(samples, gains="none").verdict()
+    assert "as close to the data (0.012 ± 0.01 nats a coefficient)" in said
+    assert "although" not in said
+
+
 def test_without_samples_evaluate_says():
     cal = judged(None)
     assert cal.samples is None

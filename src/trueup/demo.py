@@ -17,6 +17,7 @@ from trueup.errors import TrueupError
 from trueup.estimate import fit, measure
 from trueup.files import BUNDLED, write
 from trueup.fitting import fit_solver, judge
+from trueup.fitting.kept import clear
 from trueup.hf import as_denoiser
 from trueup.hf.loading import diffusers_module
 from trueup.images import Images
@@ -49,10 +50,11 @@ def run(out: Path, kept: Path, *, seed: int = 0, device: str = "cpu", progress: 
     shift, spectral = (fit(moments, family=family) for family in ("shift", "spectral"))
     spectral = judge(raw, spectral, trajectories=TRAJECTORIES // 2, seed=seed, progress=progress)
     how: dict[str, Any] = {"seed": seed, "progress": progress}
-    fitted_to = {"trajectories": TRAJECTORIES, "run": kept / "solvers", **how}
+    fitted_to = {"trajectories": TRAJECTORIES, "run": kept / "solvers", "keep": True, **how}
     spectral = fit_solver(raw, spectral, nfe=FEW, **fitted_to)
     file = out / "demo.trueup.safetensors"
     spectral.save(file)
+    clear(kept / "solvers")
     print(f"{as_text(spectral, plain=plain_output())}\n")
 
     ddim = diffusers.DDIMScheduler(clip_sample=False)  # clipping hides what the weights do

@@ -51,7 +51,7 @@ class FittedSolver:
     offset: Tensor  # (N, C, K) in the DCT
     guidance: float = 1.0
     gains: str = "none"  # form of the correction it was fitted with
-    evidence: dict[str, float] = field(default_factory=dict)  # what held-out trajectories say; nan: unknown
+    evidence: dict[str, float] = field(default_factory=dict)  # of trajectories not fitted to; nan: unknown
     provenance: dict[str, Any] = field(default_factory=dict)  # base: the rule and its grid, in words
 
     def __post_init__(self) -> None:

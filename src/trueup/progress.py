@@ -46,6 +46,13 @@ class Progress:
             self.said = time.monotonic()
             print(self._line(), file=sys.stderr, flush=True)
 
+    def left(self, more: float) -> None:
+        """So much is left, whatever was expected."""
+        self.total = self.done + more
+        if self.bar is not None:
+            self.bar.total = round(self.total, 1)
+            self.bar.refresh()
+
     def _line(self) -> str:
         elapsed = time.monotonic() - self.started
         rate = (self.done - self.first) / elapsed if elapsed > 0 else 0.0

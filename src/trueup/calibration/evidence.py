@@ -87,7 +87,7 @@ class SampleEvidence:
     def verdict(self, gains: str) -> str:
         """What a form of the correction does to samples, in a sentence or two."""
         before = self.misses["none"]
-        if gains == "none" and before.value > min(miss.value for miss in self.misses.values()):
+        if gains == "none" and self.change is not None:  # samples chose another form
             return "Nothing is attached for sampling, although samples would be closer to the data with it."
         if gains == "none":
             return (

@@ -16,9 +16,9 @@ from trueup.errors import Argument
 from trueup.estimate import Moments, classes_of, fit, measure
 from trueup.estimate.diagnose import look
 from trueup.figure import check_figure, draw, draw_samplers
-from trueup.fitting import fit_solver, judge
+from trueup.fitting import fit_solver, judge, labels_of
 from trueup.fitting import samplers as compare_samplers
-from trueup.fitting.calibrating import labels_of
+from trueup.fitting.kept import clear
 from trueup.images import open_images
 from trueup.report import as_json, as_text, plain_output
 from trueup.sampling import generate
@@ -34,17 +34,21 @@ def calibrate(options: argparse.Namespace) -> int:
     if options.data is not None or options.generated is not None:
         moments, data = _measure(denoiser, options, run)
         calibration = fit(moments, family=options.family, estimator=options.estimator)
-        labels = labels if labels is not None else labels_of(data, denoiser)
+        of_data = labels_of(data, denoiser)
         if options.judged:
-            calibration = judge(denoiser, calibration, labels=labels, **given(options, "seed", "progress"))
+            calibration = judge(denoiser, calibration, labels=of_data, **given(options, "seed", "progress"))
+        labels = of_data if labels is None else labels
         more["skipped"] = moments.skipped
         what = "images with a larger " + ("--images" if options.generated is None else "--generated")
         kept = f"; {run} keeps the measurements (delete it, or add {what})"
     if options.nfe is not None:
         how = given(options, "nfe", "trajectories", "guidance", "seed", "progress")
-        calibration = fit_solver(denoiser, calibration, labels=labels, run=run / "solvers", **how)
+        how |= {"run": run / "solvers", "keep": True}
+        calibration = fit_solver(denoiser, calibration, labels=labels, **how)
     assert calibration is not None
     calibration.save(output)
+    if options.nfe is not None:
+        clear(run / "solvers")
     if run.is_dir() and not any(run.iterdir()):
         run.rmdir()
     _report(calibration, options, more)

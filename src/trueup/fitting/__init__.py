@@ -1,8 +1,8 @@
 """What samples say: which gains to attach, which sampler to use, and a solver fitted to the model."""
 
-from trueup.fitting.calibrating import calibrate
+from trueup.fitting.calibrating import calibrate, labels_of
 from trueup.fitting.gains import judge
 from trueup.fitting.samplers import Samplers, samplers
 from trueup.fitting.solve import fit_solver
 
-__all__ = ["Samplers", "calibrate", "fit_solver", "judge", "samplers"]
+__all__ = ["Samplers", "calibrate", "fit_solver", "judge", "labels_of", "samplers"]

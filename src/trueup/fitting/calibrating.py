@@ -17,6 +17,7 @@ from trueup.estimate import classes_of, fit, measure
 from trueup.estimate.measuring import IMAGES
 from trueup.estimate.solve import check_names
 from trueup.fitting.gains import TRAJECTORIES, judge
+from trueup.fitting.moments import DataLabels
 from trueup.fitting.solve import checked_numbers, fit_solver
 from trueup.hf import as_denoiser
 from trueup.images import open_images
@@ -82,8 +83,8 @@ def calibrate(
     return fit_solver(denoiser, calibration, nfe=numbers, run=where, **how)
 
 
-def labels_of(data: Any, denoiser: Denoiser) -> Tensor | None:
-    """Labels as often as they are in the data, for a conditional network."""
+def labels_of(data: Any, denoiser: Denoiser) -> DataLabels | None:
+    """Labels as often as they are in the data, for a conditional network: for `judge` and `fit_solver`."""
     if not denoiser.conditional:
         return None
     found: list[Tensor] = []
@@ -92,4 +93,4 @@ def labels_of(data: Any, denoiser: Denoiser) -> Tensor | None:
         found.append(batch.y.cpu())
         if sum(map(len, found)) >= 4 * TRAJECTORIES:
             break
-    return torch.cat(found)
+    return torch.cat(found).as_subclass(DataLabels)

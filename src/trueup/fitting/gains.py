@@ -9,12 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from trueup.calibration import Attachment, Calibration
 from trueup.denoiser import Denoiser
 from trueup.fitting.moments import Miss, Moments, seen
-from trueup.fitting.teacher import NoLimit, Teacher
+from trueup.fitting.teacher import NoLimit, Teacher, deal
 from trueup.noise import mix
 from trueup.progress import Progress
 from trueup.sampling.draw import network_for
@@ -39,17 +37,17 @@ def judge(
     """The calibration with the gains that samples favour, and what they say.
 
     "sqrt" is what theory says (equation 54); "response" takes its place if its samples' moments are surely
-    and materially closer to the data's, and "none" if those of the network as it is are closer than either's.
-    Where the network as it is has no many-step limit, samples say nothing and nothing changes.
+    and materially closer to the data's. Where that form's are no closer than those of the network as it is,
+    the gains are "none".
+    Where the network as it is has no many-step limit, samples say nothing and nothing changes. labels: as
+    in the data (`labels_of`); samples of others are not to be compared with it, and nothing changes.
     """
-    data = Moments.of(calibration)
+    data = Moments.of(calibration, labels)
     if data is None or calibration.empty:
         return calibration
     forms = ["none", "sqrt", *(["response"] if calibration.correction.a.any() else [])]
     network = network_for(denoiser, labels)
-    network.index = torch.arange(trajectories)
-    if network.y is not None:
-        network.y = network.y[network.index % len(network.y)]
+    deal(network, trajectories, mix(seed ^ _OWN_STREAM))
     misses: dict[str, Miss] = {}
     evaluations = (INTERVALS + 1) * trajectories * len(forms)
     with Progress(evaluations, "drawing samples to judge by", show=progress) as bar:
@@ -57,7 +55,7 @@ def judge(
         for form in forms:
             with Attachment(denoiser, calibration, gains=form):
                 try:
-                    limit = Teacher.of(network, mix(seed ^ _OWN_STREAM), intervals=INTERVALS, keep=False)
+                    limit = Teacher.of(network, network.seed, intervals=INTERVALS, keep=False)
                 except NoLimit:
                     continue
             misses[form] = data.miss(seen(limit.samples, denoiser))
@@ -72,7 +70,7 @@ def judge(
 
 
 def choose(misses: dict[str, Miss]) -> str:
-    """The form whose samples are closest to the data, ties to what is derived."""
+    """What is derived or is surely and materially closer; "none" unless that is closer than nothing is."""
     if set(misses) == {"none"}:
         return "none"
     chosen = "sqrt" if "sqrt" in misses else "response"

@@ -24,6 +24,12 @@ _TEACHER = "trajectories.safetensors"
 _LARGEST = 2**30  # bytes of trajectories worth keeping
 
 
+def clear(run: str | PathLike[str]) -> None:
+    """Remove what a fit has kept, its result being somewhere else."""
+    if Path(run).is_dir():
+        Kept(run, {}).clear()
+
+
 class Kept:
     """Where a fit goes on; without a directory nothing is kept."""
 

@@ -6,6 +6,7 @@ Samples are looked at as a person sees them: values beyond the data's range are 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from trueup.bands import Bands
 from trueup.calibration import Calibration
 from trueup.denoiser import Denoiser
 from trueup.statistics import Number
+from trueup.stored import digest_of
 
 FOLDS = 16
 _LEAST = 1e-8  # variance of a coefficient that never changes: far below what 8 bits can tell
@@ -22,6 +24,12 @@ _LEAST = 1e-8  # variance of a coefficient that never changes: far below what 8 
 def seen(x: Tensor, denoiser: Denoiser) -> Tensor:
     """Samples as they are shown."""
     return x if denoiser.data_range is None else x.clamp(*denoiser.data_range)
+
+
+class DataLabels(Tensor):
+    """Labels as often as they are in the data (`labels_of`): samples of no others have the data's moments."""
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # a part of them is labels like any
 
 
 def dct_of(bands: Bands, x: Tensor) -> Tensor:
@@ -39,12 +47,19 @@ class Moments:
     images: int
 
     @classmethod
-    def of(cls, calibration: Calibration | None) -> Moments | None:
-        """Those of the data behind a calibration; none if it has seen no data."""
+    def of(cls, calibration: Calibration | None, labels: Any = None) -> Moments | None:
+        """Those of the data behind a calibration; none if it has seen no data, or other labels than these."""
         if calibration is None or not calibration.data_images or calibration.generated is not None:
+            return None
+        if labels is not None and not isinstance(labels, DataLabels):
             return None
         bands, images = calibration.correction.bands, calibration.data_images
         return cls(bands, calibration.data_mean, calibration.data_variance.clamp_min(_LEAST), images)
+
+    @property
+    def identity(self) -> str:
+        """A short hash, the same for a calibration's and its file's."""
+        return digest_of(self.images, [self.mean.float(), self.variance.float()])
 
     def at(self, alpha: float, sigma: float) -> tuple[Tensor, Tensor]:
         """Mean (C, K) and variance (C, bands) of x_t, equation 34."""

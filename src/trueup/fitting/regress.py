@@ -45,19 +45,21 @@ def restored(solver: FittedSolver, network: Network, noise: Tensor, data: Moment
     bands = solver.bands
 
     def step(parts: Tensor, made: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        mean = made.mean(0)
-        variance = bands.sum((made - mean).square().mean(0)) / bands.sizes.to(mean)
-        level = float(solver.alpha[i + 1]), float(solver.sigma[i + 1])
-        goal, wanted = (value.to(mean) for value in data.at(*level))
+        variance = bands.sum(made.var(0)) / bands.sizes.to(made)
+        alpha, sigma = float(solver.alpha[i + 1]), float(solver.sigma[i + 1])
+        goal, wanted = (value.to(made) for value in data.at(alpha, sigma))
         gain = (wanted / variance.clamp_min(1e-12)).sqrt()
-        rule = solver.weights[i, : len(parts)].to(mean)[:, None, None]
+        noise = variance / len(made) + alpha**2 * data.variance.to(made) / data.images  # the goal's own too
+        mean = goal + _vouched(bands, made.mean(0) - goal, noise)
+        rule = solver.weights[i, : len(parts)].to(made)[:, None, None]
         return (gain - 1) * rule, goal - bands.spread(gain) * mean
 
     return _walk(solver, network, noise, step)
 
 
 def _walk(solver: FittedSolver, network: Network, noise: Tensor, step: Step) -> FittedSolver:
-    """Through all states but the last, fitting each step before it is taken."""
+    """Through all states but the last, fitting each step before it is taken; as it was if one cannot be."""
+    bare = solver
     bands, tables, offset = solver.bands, solver.tables.clone(), solver.offset.clone()
     x = noise * network.process.prior_std
     history: list[Tensor] = []
@@ -69,7 +71,12 @@ def _walk(solver: FittedSolver, network: Network, noise: Tensor, step: Step) -> 
             coefficients = [dct_of(bands, answer), *coefficients][:MEMORY]
             parts = torch.stack([dct_of(bands, x), *coefficients])  # (J, n, C, K)
             made = torch.einsum("j,jnck->nck", solver.weights[i, : len(parts)].to(parts), parts)
-            table, shift = step(parts, made, i)
+            try:
+                table, shift = step(parts, made, i)
+            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+                return bare
+            if not (torch.isfinite(table).all() and torch.isfinite(shift).all()):  # a trajectory ran away
+                return bare
             tables[i, : len(table)], offset[i] = table.cpu(), shift.cpu()
             solver = replace(solver, tables=tables, offset=offset)
             x = solver.step(i, x, history)
@@ -94,12 +101,15 @@ def regression(bands: Bands, parts: Tensor, residual: Tensor) -> tuple[Tensor, T
         gains.append(2 * (w * cross[:, f]).sum(0) - torch.einsum("icb,ijcb,jcb->cb", w, gram[:, :, f], w))
     tables = tables * _confirmed(torch.stack(gains).cpu(), member.sum(0).cpu()).to(tables)
     left = residual - (bands.spread(tables)[:, None] * parts).sum(0)
-    mean, sizes = left.mean(0), bands.sizes.to(left)
-    # Of the mean of what is left as much as its size, in units of its noise, vouches for; equation 38.
-    noise = bands.sum(left.var(0)) / sizes / n
+    return tables, _vouched(bands, left.mean(0), bands.sum(left.var(0)) / bands.sizes.to(left) / n)
+
+
+def _vouched(bands: Bands, mean: Tensor, noise: Tensor) -> Tensor:
+    """Of a mean (C, K) as much as its size, in units of its noise (C, bands), vouches for; equation 38."""
+    sizes = bands.sizes.to(mean)
     surprise = bands.sum(mean.square()) / sizes / noise.clamp_min(_TINY)
     excess = (surprise - 1 - SIGMAS * (2 / sizes).sqrt()).clamp_min(0.0)
-    return tables, bands.spread(excess / (1 + excess)) * mean
+    return bands.spread(excess / (1 + excess)) * mean
 
 
 def _solve(gram: Tensor, cross: Tensor) -> Tensor:

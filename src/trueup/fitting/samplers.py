@@ -16,8 +16,8 @@ from trueup.calibration import Attachment, Calibration, as_calibration
 from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
 from trueup.fitting.moments import seen, whitened
-from trueup.fitting.solve import checked_numbers
-from trueup.fitting.teacher import INTERVALS, Teacher
+from trueup.fitting.solve import BROUGHT, checked_numbers
+from trueup.fitting.teacher import INTERVALS, Teacher, deal
 from trueup.hf import as_denoiser
 from trueup.noise import check_seed, mix
 from trueup.progress import Progress
@@ -56,6 +56,7 @@ class Samplers:
     trajectories: int
     model: str
     calibrated: bool
+    brought: tuple[int, ...] = ()  # evaluations whose fitted solver aims at the data, not at the limit
 
     def __repr__(self) -> str:
         return f"<samplers of {self.model}: {self.verdict()}>"
@@ -90,6 +91,11 @@ class Samplers:
             lines.append(f"{sampler:16} {grid:17}" + "".join(f"{cell:>20}" for cell in cells))
         lines += ["", "distance: squared error to the many-step limit from the same noise over the limit's"]
         lines.append("variance, every frequency band in its own units, ± 95%; * the nearest")
+        if self.brought:
+            numbers = ", ".join(map(str, self.brought))
+            lines.append(
+                f"fitted for {numbers}: brought to the data's moments, away from the limit on purpose"
+            )
         return "\n".join([*lines, f"verdict: {self.verdict()}"])
 
     def as_json(self) -> dict[str, Any]:
@@ -105,8 +111,13 @@ class Samplers:
             }
             for r in self.rows
         ]
-        more = {"model": self.model, "calibrated": self.calibrated, "trajectories": self.trajectories}
-        return {**more, "verdict": self.verdict(), "samplers": rows}
+        more: dict[str, Any] = {
+            "model": self.model,
+            "calibrated": self.calibrated,
+            "trajectories": self.trajectories,
+        }
+        more |= {"verdict": self.verdict(), "brought to the data": list(self.brought)}
+        return {**more, "samplers": rows}
 
 
 def samplers(
@@ -133,9 +144,7 @@ def samplers(
     denoiser.check_bare()
     found = None if calibration is None else as_calibration(calibration)
     network = network_for(denoiser, labels, guidance)
-    network.seed, network.index = mix(seed ^ _OWN_STREAM), torch.arange(trajectories)
-    if network.y is not None:
-        network.y = network.y[network.index % len(network.y)]
+    deal(network, trajectories, mix(seed ^ _OWN_STREAM))
     intervals = max(INTERVALS, 2 * max(numbers))
     solvers = [(number, *one) for number in numbers for one in _solvers(denoiser, found, number, network)]
     total = trajectories * (intervals + 1 + sum(number for number, *_ in solvers))
@@ -144,13 +153,15 @@ def samplers(
     corrected = None if found is None or found.empty else attachment
     with corrected or nullcontext(), Progress(total, "comparing samplers", show=progress) as bar:
         network.advance = bar.update
-        teacher = Teacher.of(network, network.seed, intervals=intervals, keep=False)
+        teacher = Teacher.of(network, network.seed, intervals=intervals, keep=False, finer_than=max(numbers))
         teacher.check_varied(seen(teacher.samples, denoiser))
         for number, name, grid, solver in solvers:
             error = _error(solver, network, number, teacher)
             if error is not None:
                 rows.append(Row(name, grid, number, error))
-    return Samplers(rows, trajectories, denoiser.description, corrected is not None)
+    fitted = (solver.solver for *_, solver in solvers if isinstance(solver, Fitted))
+    brought = tuple(made.nfe for made in fitted if made.provenance.get("fitted") == BROUGHT)
+    return Samplers(rows, trajectories, denoiser.description, corrected is not None, brought)
 
 
 def _solvers(

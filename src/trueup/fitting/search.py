@@ -85,4 +85,4 @@ def error_of(solver: FittedSolver, network: Network, teacher: Teacher) -> Tensor
 def error_between(solver: FittedSolver, network: Network, x: Tensor, teacher: Teacher) -> Tensor:
     """The same of samples already drawn."""
     shown = seen(x, network.denoiser), seen(teacher.samples, network.denoiser)
-    return torch.nan_to_num(whitened(solver.bands, *shown), nan=math.inf)
+    return torch.nan_to_num(whitened(solver.bands, *shown), nan=math.inf, posinf=math.inf)

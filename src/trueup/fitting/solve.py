@@ -17,23 +17,26 @@ from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
 from trueup.fitted import FittedSolver
 from trueup.fitting.kept import Kept
-from trueup.fitting.moments import Miss, Moments, seen
+from trueup.fitting.moments import DataLabels, Miss, Moments, seen
 from trueup.fitting.regress import fitted, restored
 from trueup.fitting.search import error_between, search, search_cost
-from trueup.fitting.teacher import INTERVALS, Teacher
+from trueup.fitting.teacher import INTERVALS, Teacher, deal
 from trueup.hf import as_denoiser
-from trueup.noise import check_seed, mix
+from trueup.noise import check_seed, mix, normal
 from trueup.progress import Progress
-from trueup.sampling.draw import check_labels, network_for
+from trueup.sampling.draw import STARTING_NOISE, check_labels, network_for
 from trueup.sampling.fitted import follow
 from trueup.sampling.network import Network
 from trueup.statistics import Number
+from trueup.stored import digest_of
 
 TRAJECTORIES = 128
 FEWEST = 32
 HELD_OUT = 0.25  # of the trajectories
 TRIED = 3  # candidates that are fitted
 MATERIAL = 0.05  # nats a coefficient by which the limit misses the data: all spreads off by a fifth, say
+BROUGHT = "states brought to the data's moments"
+_FEW = 100  # labels that a file names
 _OWN_STREAM = 0x736F6C  # so that nothing is fitted on the very samples it is then judged by
 
 
@@ -47,6 +50,7 @@ def fit_solver(
     guidance: float = 1.0,
     seed: int = 0,
     run: str | PathLike[str] | None = None,
+    keep: bool = False,
     progress: bool | None = None,
 ) -> Calibration:
     """The calibration with a solver fitted to the calibrated network for each number of evaluations.
@@ -59,8 +63,10 @@ def fit_solver(
 
     `sample(model, n, nfe=8, calibration=cal)` uses it, and so does any diffusers pipeline:
     `pipe.scheduler = cal.scheduler(nfe=8)`. Without a calibration the solver alone is fitted. labels,
-    guidance: as in use; a solver is for one guidance scale. run: a directory to go on from after an
-    interruption; what it kept is removed at the end.
+    guidance: as in use; a solver is for one guidance scale. Trajectories take labels from all over the list.
+    Moments of the data are for labels as they are in the data (`labels_of`), and are not looked at with
+    others. run: a directory to go on from after an interruption; what it kept is removed at the end, unless
+    it is to `keep` that until the result is saved (`trueup.fitting.kept.clear`).
     """
     check_seed(seed)
     denoiser = as_denoiser(model)
@@ -73,23 +79,24 @@ def fit_solver(
     attachment = Attachment(denoiser, found)  # or say that it belongs to another model
     corrected = nullcontext() if found.empty else attachment
     fitter = Fitter(denoiser, found, trajectories, labels, guidance, seed, progress, numbers)
-    settings = {**denoiser.identity(), **fitter.origin, "calibration": found.identity, "guidance": guidance}
-    kept_run = Kept(run, {**settings, "labels": told(labels), "intervals": fitter.intervals})
+    kept_run = Kept(run, {**denoiser.identity(), **fitter.settings(), "calibration": found.identity})
     with kept_run:
         made = [solver for solver in kept_run.solvers() if solver.nfe in numbers]
         left = [number for number in numbers if number not in {solver.nfe for solver in made}]
         if left:
             with corrected, fitter:
                 fitter.start(kept_run)
-                for number in left:
+                for done, number in enumerate(left):
+                    fitter.expect(left[done:])
                     made.append(fitter.fit(number))
                     kept_run.keep_solvers(found, made)
-        kept_run.clear()
+                fitter.expect([])
+        if not keep:
+            kept_run.clear()
     for solver in made:
         solver.provenance.pop("run", None)
-    new = {(solver.nfe, solver.guidance) for solver in made}
-    kept = [old for old in found.solvers if (old.nfe, old.guidance) not in new]
-    return replace(found, solvers=(*kept, *made))
+    others = [old for old in found.solvers if not any(old.is_for(new.nfe, new.guidance) for new in made)]
+    return replace(found, solvers=(*others, *made))
 
 
 class Fitter:
@@ -110,35 +117,64 @@ class Fitter:
             raise TrueupError(f"a solver is fitted to {FEWEST} trajectories or more, not {trajectories!r}")
         self.denoiser, self.guidance = denoiser, guidance
         self.network = network_for(denoiser, labels, guidance)
-        self.index, self.labels = torch.arange(trajectories), self.network.y
         self.seed, self.count = mix(seed ^ _OWN_STREAM), trajectories
-        # Guided samples are not meant to have the data's moments.
-        self.data = Moments.of(calibration) if guidance == 1.0 else None
-        self.gains = "none" if calibration is None or calibration.empty else calibration.gains
         self.fitted_to = trajectories - _held_out(trajectories)
-        self.intervals = _intervals(numbers)
+        # After those with a limit come as many as are fitted to, for the moments of samples, which need none.
+        deal(self.network, trajectories + self.fitted_to, self.seed)
+        self.index, self.labels = torch.arange(trajectories + self.fitted_to), self.network.y
+        # Guided samples are not meant to have the data's moments.
+        self.data = Moments.of(calibration, labels) if guidance == 1.0 else None
+        self.gains = "none" if calibration is None or calibration.empty else calibration.gains
+        self.intervals, self.most = _intervals(numbers), max(numbers)
         self.origin = {"trajectories": trajectories, "seed": seed}
+        self.origin |= {} if labels is None else {"labels": told(labels)}
         self.bar = Progress(fit_cost(trajectories, *numbers), "fitting a solver", show=progress)
 
     def __enter__(self) -> Fitter:
         self.network.advance = self.bar.__enter__().update
         return self
 
+    def settings(self) -> dict[str, Any]:
+        """What tells its trajectories and solvers from others of the same network and correction."""
+        told, data = self.labels, self.data
+        return {
+            **self.origin,
+            "guidance": self.guidance,
+            "intervals": self.intervals,
+            "told": None if told is None else digest_of(list(told.shape), [told.double()]),
+            "data": None if data is None else data.identity,
+            "answer": None if self.denoiser.fingerprint() else self._answer(),
+        }
+
+    def _answer(self) -> str:
+        """What the network says to one noise: all that tells networks without weights apart."""
+        denoiser, t = self.denoiser, self.denoiser.process.snap(self.denoiser.process.t_of_lam(0.0))
+        with self._rows(slice(1)) as network, torch.inference_mode(), denoiser.evaluating():
+            return digest_of(None, [network(self._noise(slice(1)), t)])
+
+    def _noise(self, part: slice) -> Tensor:
+        shape, device = self.denoiser.shape, self.denoiser.device
+        return normal(self.seed, self.index[part], STARTING_NOISE, shape, device)
+
     def start(self, kept: Kept) -> None:
         """Make the trajectories, or take those that an interrupted fit has kept."""
         teacher = kept.teacher()
         if teacher is None:
-            with self._rows(slice(None)) as network:
-                teacher = Teacher.of(network, self.seed, intervals=self.intervals)
+            with self._rows(slice(self.count)) as network:
+                teacher = Teacher.of(network, self.seed, intervals=self.intervals, finer_than=self.most)
             kept.keep_teacher(teacher)
         teacher = teacher.to(self.denoiser.device)
         shown = seen(teacher.samples, self.denoiser)
         teacher.check_varied(shown)
         self.limit = None if self.data is None else self.data.miss(shown).number
         self.fitting = teacher.rows(slice(0, self.fitted_to))
-        # Moments of few samples say little, and restoring them fits little: then all are looked at.
-        self.held = slice(0 if self.far_from_data else self.fitted_to, self.count)
-        self.judging = teacher.rows(self.held)
+        self.judging = teacher.rows(slice(self.fitted_to, self.count))
+        # Moments of few samples say little.
+        self.held = slice(self.fitted_to, self.count + (self.fitted_to if self.far_from_data else 0))
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """Say what is left to do, now that it is known what decides."""
+        self.bar.left(sum(_cost(self.count, number, self.far_from_data) for number in numbers))
 
     def __exit__(self, *error: object) -> None:
         self.bar.__exit__(*error)
@@ -148,8 +184,7 @@ class Fitter:
         """The network for some of the trajectories."""
         network = self.network
         network.index = self.index[part]
-        if self.labels is not None:
-            network.y = self.labels[network.index % len(self.labels)]
+        network.y = None if self.labels is None else self.labels[part]
         yield network
 
     @property
@@ -179,9 +214,11 @@ class Fitter:
         before, after = ([self.judged(solver) for solver in group] for group in (bases, better))
         base = min(range(len(bases)), key=lambda i: before[i].score)
         best = min(range(len(better)), key=lambda i: after[i].score)
-        change = after[best].less(before[base])
-        chosen, judged = (better[best], after[best]) if change.high < 0 else (bases[base], before[base])
-        origin = {**chosen.provenance, **self.origin, "fitted": _how(change.high < 0, self.far_from_data)}
+        # A rule that left the finite has no interval, and is worse than any that did not.
+        lost = math.isinf(before[base].score) and math.isfinite(after[best].score)
+        helps = lost or after[best].less(before[base]).high < 0
+        chosen, judged = (better[best], after[best]) if helps else (bases[base], before[base])
+        origin = {**chosen.provenance, **self.origin, "fitted": _how(helps, self.far_from_data)}
         evidence = {
             "error_base": before[base].error.value,
             "error": judged.error.value,
@@ -197,18 +234,17 @@ class Fitter:
         return replace(chosen, gains=self.gains, evidence=evidence, provenance=origin)
 
     def judged(self, solver: FittedSolver) -> Judged:
-        """What held-out trajectories say of a solver."""
+        """What trajectories that it was not fitted to say of a solver."""
         with self._rows(self.held) as network:
-            x = follow(solver, network, self.judging.noise)
-            errors = error_between(solver, network, x, self.judging)
-        return Judged(
-            errors, None if self.data is None else self.data.miss(seen(x, self.denoiser)), self.far_from_data
-        )
+            x = follow(solver, network, self._noise(self.held))
+        errors = error_between(solver, network, x[: len(self.judging.noise)], self.judging)
+        miss = None if self.data is None else self.data.miss(seen(x, self.denoiser))
+        return Judged(errors, miss, self.far_from_data)
 
 
 @dataclass(eq=False, repr=False)
 class Judged:
-    """What held-out trajectories say of a solver."""
+    """What trajectories that it was not fitted to say of a solver."""
 
     errors: Tensor  # (n,) whitened, to the limit
     miss: Miss | None  # of the data's moments
@@ -232,11 +268,17 @@ class Judged:
         return Number.mean((self.errors - other.errors).double())
 
 
-def fit_cost(trajectories: int, *numbers: int) -> int:
-    """About how many evaluations of the network fitting solvers takes."""
+def fit_cost(trajectories: int, *numbers: int, by_data: bool = False) -> int:
+    """About how many evaluations of the network fitting solvers takes; by_data: where the data decide."""
+    each = sum(_cost(trajectories, nfe, by_data) for nfe in numbers)
+    return (_intervals(numbers) + 1) * trajectories + each
+
+
+def _cost(trajectories: int, nfe: int, by_data: bool) -> int:
     held = _held_out(trajectories)
-    each = [TRIED * (trajectories + held) * nfe + search_cost(nfe) for nfe in numbers]
-    return (_intervals(numbers) + 1) * trajectories + sum(each)
+    judging = trajectories if by_data else held
+    # Of the last step nothing is fitted; rules are judged, and what was made of them.
+    return search_cost(nfe) + TRIED * ((nfe - 1) * (trajectories - held) + 2 * nfe * judging)
 
 
 def _held_out(trajectories: int) -> int:
@@ -249,17 +291,18 @@ def _intervals(numbers: Sequence[int]) -> int:
 
 
 def told(labels: Any) -> Any:
-    """Labels as a file states them: numbers, or how many rows there were."""
-    if labels is None:
-        return None
+    """Labels as a file states them: each of a few, or how many there were."""
     values = torch.as_tensor(labels)
-    return values.reshape(-1).tolist()[:1000] if values.ndim < 2 else f"{len(values)} rows"
+    if isinstance(labels, DataLabels):
+        return "as in the data"
+    few = values.ndim < 2 and values.numel() <= _FEW
+    return values.reshape(-1).tolist() if few else f"{len(values)} labels"
 
 
 def _how(better: bool, by_data: bool) -> str:
     if not better:
         return "not surely better fitted: steps and rule alone"
-    return "states brought to the data's moments" if by_data else "steps fitted to the limit"
+    return BROUGHT if by_data else "steps fitted to the limit"
 
 
 def checked_numbers(nfe: Any) -> list[int]:

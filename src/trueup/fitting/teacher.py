@@ -17,8 +17,15 @@ from trueup.sampling.rules import Grid, Rule
 
 INTERVALS = 32
 FINE = Rule("fine", "eps", 3)
-FEWEST = 32
 _HUGE = 1e6  # beyond all data: what is fitted to it could not be kept
+
+
+def deal(network: Network, count: int, seed: int) -> None:
+    """Make it the network of trajectories 0 to count, labels from all over the list however it is sorted."""
+    network.seed, network.index = seed, torch.arange(count)
+    if network.y is not None:
+        order = torch.randperm(len(network.y), generator=torch.Generator().manual_seed(seed))
+        network.y = network.y[order[network.index % len(order)]]
 
 
 class NoLimit(ModelError):
@@ -35,8 +42,16 @@ class Teacher:
     samples: Tensor  # (n, *shape)
 
     @classmethod
-    def of(cls, network: Network, seed: int, *, intervals: int = INTERVALS, keep: bool = True) -> Teacher:
-        """The limits of the network's batch; keep: with the states on the way."""
+    def of(
+        cls,
+        network: Network,
+        seed: int,
+        *,
+        intervals: int = INTERVALS,
+        keep: bool = True,
+        finer_than: int = 0,
+    ) -> Teacher:
+        """The limits of the network's batch; keep: with the states on the way; finer_than: so many levels."""
         denoiser, index = network.denoiser, network.index
         assert index is not None
         noise = normal(seed, index, STARTING_NOISE, denoiser.shape, denoiser.device)
@@ -46,6 +61,9 @@ class Teacher:
                 raise NoLimit("the network knows too few timesteps for a fine solver")
             solver = plan(denoiser, FINE, Grid(), intervals + 1, network.y)
             intervals -= 1
+        if solver.nfe <= finer_than:
+            known = f"the network knows whole timesteps alone, and its fine solver has {solver.nfe} of them"
+            raise NoLimit(f"{known}: choose fewer evaluations, not {finer_than}")
         states = [noise * network.process.prior_std]
         keeping: Callable[[int, Tensor], Tensor] | None = None
         if keep:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from os import PathLike
@@ -163,7 +164,14 @@ def choose_solver(
         return as_solver(DEFAULT, denoiser)
     if calibration is None or nfe is None:
         raise TrueupError("a fitted solver is part of a calibration: pass one, and nfe (see fit_solver)")
-    return Fitted(calibration.solver(nfe, guidance))
+    found = calibration.solver(nfe, guidance)
+    gains = "none" if calibration.empty else calibration.gains
+    if found.gains != gains:
+        problem = (
+            f"the solver for {found.purpose} was fitted to the correction as {found.gains!r}, not {gains!r}"
+        )
+        warnings.warn(f"{problem}: fit it again (trueup.fit_solver), or name another solver", stacklevel=4)
+    return Fitted(found)
 
 
 @torch.inference_mode()

@@ -28,7 +28,8 @@ class Network:
     def __call__(self, x_t: Tensor, t: Tensor | float, *, variance: bool = False) -> Tensor:
         """The prediction (B, C, ...) in float32 or finer, with the learned variance's channels if asked for.
 
-        x_t (B, *shape), t (B,) or one for all; no more rows at once than the denoiser's batch size.
+        x_t (B, *shape), t (B,) or one for all; as many rows at once as the denoiser's batch size, each
+        of them twice where guided.
         """
         self.evaluations += 1
         times = torch.as_tensor(t)
