@@ -607,7 +607,7 @@ FORGERIES = {
     "bands are text": (_set("kept_bands", "02"), "kept bands makes no sense"),
     "bands are nothing": (_set("kept_bands", None), "kept bands makes no sense"),
     "edges fall": (_set("band_edges", [3.5, 2.5, 1.5, 0.5]), "band edges must rise"),
-    "fewer edges": (_set("band_edges", [0.5]), "kept bands makes no sense"),
+    "fewer edges": (_set("band_edges", [0.5]), "scale is torch.float32"),
     "other edges, same bands": (_set("band_edges", [0.6, 1.5, 2.5, 3.5]), NOT_SAVED),
     "edges are text": (_set("band_edges", ["0.5", "1.5"]), "band_edges holds 0.5"),
     "edges without end": (

@@ -63,7 +63,8 @@ class CorrectOutput:
         self.classes = {y: own[y].with_gains(form) for y in sorted(own)} if form != "none" else {}
         self.null_label = calibration.provenance.get("null_label")
         self.conditions = calibration.conditions if form != "none" else None
-        self.empty = self.correction.empty and not self.classes and self.conditions is None
+        self.by_level = bool(self.classes) or not self.correction.empty
+        self.empty = not self.by_level and self.conditions is None
         if self.empty:
             return
         self.calibration, self.nodes = calibration, _nodes(calibration)
@@ -123,8 +124,7 @@ class CorrectOutput:
         if self.classes:
             first = self._class(y, output, tables) * (len(tables.constant) // (1 + len(self.classes)))
             knots = knots.expand(len(first), -1) + torch.nn.functional.pad(first[:, None].to(knots), (0, 5))
-        nothing_else = self.correction.empty and not self.classes
-        made = output if nothing_else else self._by_level(output, x_t, knots, tables)
+        made = self._by_level(output, x_t, knots, tables) if self.by_level else output
         if self.conditions is None:
             return made
         return (made.to(dtype) - self._of_embedding(knots, y, output, tables)).to(output.dtype)
@@ -240,7 +240,7 @@ class CorrectOutput:
         if self.constant_only:
             knots = interpolation_weights(correction.lam, process.lam(self.nodes)) / k_output[:, None]
             constant = correction.shift_map().flatten(1)  # (R, C * pixels)
-        elif not self.correction.empty or own:
+        elif self.by_level:
             bands = correction.bands
             b, a, d = (torch.cat([getattr(made, n) for made in (correction, *own)]) for n in ("b", "a", "d"))
             box = _box((b != 0) | (bands.spread(a) != 0) | (bands.spread(d) != 0), self.spatial)

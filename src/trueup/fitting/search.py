@@ -21,7 +21,6 @@ SPACINGS = (math.inf, 7.0, "time", "quadratic")
 ENDS = (0.3, 0.15, 0.075, 0.0375, 0.019)  # noise at the last evaluation, over the spread of the samples
 FIRST = "dpm++-2"  # the rule that grids are chosen with
 OTHERS = ("dpm++-3", "unipc-2", "x0-3", "ipndm-3", "singlestep-2")
-_BEST = 4  # grids to try the other rules on
 _BUDGET = 96  # evaluations per candidate
 _FEWEST = 4
 
@@ -52,7 +51,7 @@ def search(network: Network, teacher: Teacher, nfe: int, guidance: float, keep: 
     try:
         pairs = [(rules[FIRST], grid) for grid in grids(network.process, spread)]
         found = _tried(network, few, nfe, guidance, pairs)
-        best = [grid for _, grid in found[:_BEST]]
+        best = {grid.spacing: grid for _, grid in reversed(found)}.values()  # rules differ in what suits them
         found += _tried(network, few, nfe, guidance, [(rules[n], grid) for grid in best for n in OTHERS])
     finally:
         network.y, network.index = all_labels, index
@@ -61,7 +60,7 @@ def search(network: Network, teacher: Teacher, nfe: int, guidance: float, keep: 
 
 def search_cost(nfe: int) -> int:
     """About how many evaluations a search takes."""
-    return (len(SPACINGS) * len(ENDS) + _BEST * len(OTHERS)) * nfe * max(_FEWEST, _BUDGET // nfe)
+    return len(SPACINGS) * (len(ENDS) + len(OTHERS)) * nfe * max(_FEWEST, _BUDGET // nfe)
 
 
 def _tried(
