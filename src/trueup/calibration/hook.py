@@ -58,7 +58,7 @@ class CorrectOutput:
         own = {of.label: of.correction for of in calibration.classes if of.correction is not None}
         self.classes = {y: own[y].with_gains(form) for y in sorted(own)} if form != "none" else {}
         self.null_label = calibration.provenance.get("null_label")
-        self.empty = self.correction.empty and not self.classes
+        self.empty = all(made.empty for made in (self.correction, *self.classes.values()))
         if self.empty:
             return
         self.calibration, self.nodes = calibration, _nodes(calibration)
