@@ -23,8 +23,8 @@ def maps(count, seed=0):
 class Gaussians:
     """x0 ~ N(means[y], STD²), whose E[eps | x_t, y] is known, and a network that is off by `bias[y]` of it.
 
-    The error is constant in x_t and smooth over noise levels, bias · cos(lam/4). Told NULL, it says what it would
-    of class 0, and is off by `null` of its own.
+    The error is constant in x_t and smooth over noise levels, bias · cos(lam/4). Told NULL, it says what
+    it would of class 0, and is off by `null` of its own.
     """
 
     shape = SHAPE
