@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from trueup.calibration import Correction, Innovation
+from trueup.density import objectives
 from trueup.errors import DataError, TrueupError
 from trueup.estimate import classes_of, fit
 from trueup.estimate.confirm import score
@@ -322,3 +323,17 @@ def test_a_correction_is_a_correction():
     first = make(SHAPE, VP, LEVELS).correction
     assert isinstance(first.then(first), Correction)
     assert first.then(first).innovation is None
+
+
+@pytest.mark.parametrize("family", ["shift", "spectral"])
+def test_the_drop_that_is_predicted_is_that_of_each_class(family):
+    """What a calibration says it takes off the loss, row by row, against what it does when attached."""
+    network, y = Gaussians(0.3 * maps(2), 0.5 * maps(2, 5)), shuffled(200, 200)
+    cal, denoiser = calibrate(network, y, family=family), network.denoiser()
+    assert all(found.correction is not None for found in cal.classes)
+    images = Images(network.sample(y, 5).float(), labels=y, data_range=None)
+    found = objectives(denoiser, images, cal, levels=LEVELS, trust=True, progress=False)
+    drop = found.before - found.after  # (n, L)
+    error = (drop - found.predicted).std(0) / len(y) ** 0.5
+    assert float(((drop - found.predicted).mean(0).abs() / error).max()) < 4
+    assert float(drop.mean()) > 0.1

@@ -1,4 +1,4 @@
-"""`trueup calibrate --per-class`: one file, its classes in words and in JSON, and what cannot work in a line."""
+"""`trueup calibrate --per-class`: one file, its classes in words and in JSON; what cannot work, in a line."""
 
 import json
 
