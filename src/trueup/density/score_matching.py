@@ -224,8 +224,8 @@ def _says(
     made: Calibration, gains: str, lam: Tensor, device: torch.device
 ) -> dict[int | None, tuple[list[Correction], list[Correction]]]:
     """The corrections of labels that have their own, and under None that of the others, level by level."""
-    own = {of.label: of.correction for of in made.classes if of.correction is not None}
-    corrections: dict[int | None, Correction] = {None: made.correction, **own}
+    corrections: dict[int | None, Correction] = {None: made.correction}
+    corrections.update({of.label: of.correction for of in made.classes if of.correction is not None})
     return {
         label: (one.at(lam).each(device), one.with_gains(gains).at(lam).each(device))
         for label, one in corrections.items()
