@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import trueup
-from trueup import files, fitted, process
+from trueup import fitted, process
 from trueup.bands import Bands
 from trueup.calibration import Calibration, Evidence, FittedSolver
 from trueup.errors import ArtifactError, TrueupError
@@ -29,6 +29,7 @@ from trueup.statistics import Number
 
 from calibrations import PLAIN, emptied
 from calibrations import make as make_any
+from forged import refused, resign
 
 PARTS = ("value", "error", "low", "high")
 
@@ -87,31 +88,6 @@ def path(tmp_path: Path) -> Path:
     """A good file of a small calibration."""
     make().save(tmp_path / "good.trueup.safetensors")
     return tmp_path / "good.trueup.safetensors"
-
-
-def refused(path: Path, reason: str) -> str:
-    """Loading raises ArtifactError: one line that names the file and holds the reason."""
-    with pytest.raises(ArtifactError) as caught:
-        trueup.load(path)
-    message = str(caught.value)
-    assert reason in message
-    assert path.name in message
-    assert message.isprintable()
-    assert len(message) < 400 + len(str(path))
-    return message
-
-
-def resign(path: Path, change) -> Path:
-    """Edit a file's metadata and tensors and sign it again, as a careful forger would."""
-    with safe_open(path, framework="pt") as file:
-        meta = json.loads(file.metadata()["trueup"])
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    change(meta, tensors)
-    meta.pop("checksum", None)
-    meta["checksum"] = files._checksum(tensors, meta)
-    forged = path.with_name("forged.trueup.safetensors")
-    save_file({name: v.contiguous() for name, v in tensors.items()}, forged, {"trueup": json.dumps(meta)})
-    return forged
 
 
 # Round trips

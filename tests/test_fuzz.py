@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import time
 
@@ -12,13 +13,14 @@ import torch
 
 import trueup
 from trueup import files
-from trueup.calibration import artifact
+from trueup.calibration import Correction, OfClass, artifact
 from trueup.calibration.calibration import Calibration
 from trueup.calibration.hook import CorrectOutput
 from trueup.errors import ArtifactError, TrueupError
 from trueup.estimate import fit, stored
 from trueup.estimate.moments import Moments
 from trueup.fitted import FittedSolver
+from trueup.statistics import Number
 
 from calibrations import make
 
@@ -83,9 +85,9 @@ def change_tensors(tensors: dict, dice: random.Random) -> None:
     if way == 0:
         tensors.pop(name)
     elif way == 1:
-        tensors[dice.choice(("x", "solver.0.x", "solver.1.t", "solver.", "solver", "solver.0", SCREEN))] = (
-            value
-        )
+        strange = ("x", "solver.0.x", "solver.1.t", "solver.", "solver", "solver.0", SCREEN)
+        strange += ("class.0.x", "class.1.b", "class.2.b", "class.", "class", "class.0", "class.-1.b")
+        tensors[dice.choice(strange)] = value
     elif way == 2:
         tensors[name] = tensors[dice.choice(sorted(tensors))].clone()
     elif way == 3:
@@ -143,8 +145,12 @@ def quickly(work, *args):
 
 @pytest.fixture(scope="module")
 def good():
-    """The metadata and tensors of a small but complete calibration."""
-    meta, tensors = artifact.pack_calibration(make((1, 3, 4), solvers=True))
+    """The metadata and tensors of a small but complete calibration, with a class that has its own."""
+    made = make((1, 3, 4), solvers=True)
+    own = make((1, 3, 4), seed=1).correction
+    made.classes = (OfClass(4, 30, Number(0.2, 0.1, 0.0, 0.4), own), OfClass(9, 3, Number(math.nan)))
+    made.provenance["null_label"] = 4
+    meta, tensors = artifact.pack_calibration(made)
     return json.dumps(meta), tensors
 
 
@@ -154,18 +160,28 @@ def read(meta, tensors) -> Calibration:
     return Calibration(**files.unpacked(artifact.unpack_calibration, meta, tensors, "file"))
 
 
+def corrections(calibration: Calibration) -> list[Correction]:
+    """That of all classes, and those of classes that have their own."""
+    return [
+        calibration.correction,
+        *(of.correction for of in calibration.classes if of.correction is not None),
+    ]
+
+
 def same(one: Calibration, other: Calibration) -> bool:
     """Whether two calibrations do the same; levels to the accuracy that is asked of them."""
-    settings = ("process", "parametrization", "binding")
+    settings = ("process", "parametrization", "binding", "null_label")
     first, second = (
-        [getattr(c.correction, n) for n in ("b", "a", "d", "support")]
-        + [getattr(c.correction.innovation, n) for n in ("rho", "mean", "support")]
+        [getattr(made, n) for made in corrections(c) for n in ("b", "a", "d", "support")]
+        + [getattr(made.innovation, n) for made in corrections(c) for n in ("rho", "mean", "support")]
         + [getattr(s, n) for s in c.solvers for n in ("t", "alpha", "sigma", "weights", "tables", "offset")]
         for c in (one, other)
     )
     return (
         one.shape == other.shape
         and one.gains == other.gains
+        and [of.label for of in one.classes if of.correction]
+        == [of.label for of in other.classes if of.correction]
         and [one.provenance.get(n) for n in settings] == [other.provenance.get(n) for n in settings]
         and [(s.nfe, s.guidance, s.history, s.gains) for s in one.solvers]
         == [(s.nfe, s.guidance, s.history, s.gains) for s in other.solvers]
@@ -215,7 +231,7 @@ def test_whoever_forges_the_identity_too_gets_a_correction_within_bounds_or_a_li
     assert len(loaded) > 100
     for calibration in loaded[::20]:
         x_t = torch.ones(2, *calibration.shape)
-        corrected = CorrectOutput(calibration).correct(x_t, x_t, calibration.t[:1])
+        corrected = CorrectOutput(calibration).correct(x_t, x_t, calibration.t[:1], torch.tensor([4, 9]))
         assert torch.isfinite(corrected).all()
         for solver in calibration.solvers:
             for i in range(solver.nfe):

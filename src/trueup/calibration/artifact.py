@@ -28,7 +28,7 @@ _PARTS = ("value", "error", "low", "high")
 _BY_LEVEL = ("loss", "eta2", "gain")
 _TOTALS = ("bound_gain", "shift_bound_gain")
 _MOST_SOLVERS = 100
-_MOST_CLASSES = 100_000
+_MOST_CLASSES, _LARGEST_LABEL = 100_000, 2**62
 _OF_CORRECTION = ("b", "a", "d", "support", "rho", "innovation", "changed_support")
 _DATA = ("data_mean", "data_variance", "data_variance_se")
 
@@ -261,7 +261,10 @@ def _classes(
         correction = None
         if str(i) in own:
             correction = _unpack_correction(entry, own[str(i)], pooled.lam, channels, pooled.bands)
-        label, images = whole(entry, "label", -(2**62), 2**62), whole(entry, "images", 0, 2**40)
+        label, images = (
+            whole(entry, "label", -_LARGEST_LABEL, _LARGEST_LABEL),
+            whole(entry, "images", 0, 2**40),
+        )
         found.append(OfClass(label, images, stored.total(entry, "gain"), correction))
     if len({of.label for of in found}) != len(found):
         raise ArtifactError("it lists a class twice")
@@ -323,6 +326,8 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
         low, high = numbers(given["data_range"], "data_range", -1e9, 1e9, least=2, most=2)
         if not low < high:
             raise ArtifactError("data_range makes no sense")
+    if "null_label" in given:
+        whole(given, "null_label", -_LARGEST_LABEL, _LARGEST_LABEL)
     SampleEvidence.of(given)
     if "binding" in given:
         _check_binding(part(given, "binding", dict))

@@ -246,8 +246,14 @@ class Calibration:
             return f"{_count(e.images, 'image')} {more} or more."
         if self.empty:
             return "calibrated within noise: nothing to do."
+        seen = self.samples
+        on_samples = "" if seen is None else f" {seen.verdict(self.gains)}"
         if self.correction.empty:
-            return "calibrated within noise over all conditions together, but not in each of them: attach it."
+            if self.conditions is not None:
+                return f"calibrated within noise over all conditions, but not in each of them.{on_samples}"
+            own = [of for of in self.classes if of.correction is not None]
+            which = f"label {own[0].label} has" if len(own) == 1 else f"{len(own)} labels have"
+            return f"calibrated within noise over all classes; {which} a correction apart.{on_samples}"
         removed = 100 * self.explained()
         if math.isnan(bits.value):
             at_level = e.gain[0]
@@ -259,8 +265,6 @@ class Calibration:
         gain = f"{bits.value:.2g} ± {bits.reach:.1g} bits/dim"
         if bits.sign < 0:
             return f"WORSE: this correction changes the likelihood bound by {gain}; do not attach it."
-        seen = self.samples
-        on_samples = "" if seen is None else f" {seen.verdict(self.gains)}"
         if not bits.sign:
             return f"no sure gain: the likelihood bound moves by {gain}, within noise.{on_samples}"
         if removed < 1e-6:

@@ -13,7 +13,7 @@ class OfClass:
     """What was found of a class. correction: its own, whole, or None where that of all classes is as good.
 
     gain: of the likelihood bound, in nats a sample, over the correction of all classes, on images of the
-    class that neither was fitted on.
+    class that what it differs by was not fitted on; nan where it has none of its own, or at one level.
     """
 
     label: int

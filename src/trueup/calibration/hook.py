@@ -63,7 +63,7 @@ class CorrectOutput:
         self.classes = {y: own[y].with_gains(form) for y in sorted(own)} if form != "none" else {}
         self.null_label = calibration.provenance.get("null_label")
         self.conditions = calibration.conditions if form != "none" else None
-        self.by_level = bool(self.classes) or not self.correction.empty
+        self.by_level = not all(made.empty for made in (self.correction, *self.classes.values()))
         self.empty = not self.by_level and self.conditions is None
         if self.empty:
             return

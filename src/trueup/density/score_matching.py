@@ -190,15 +190,15 @@ def objectives(
     samples, made = sides.open(data, IMAGES, trust=trust), sides.calibration
     expected, each = samples.expected(), len(t) * len(sides.names)
     # What the calibration says of each level, of the lowest loss and in this form, not what runs in `after`.
-    forms = [] if made is None else [made.correction, made.correction.with_gains(gains)]
-    says = [form.at(process.lam(t)).each(denoiser.device) for form in forms]
+    says = {} if made is None else _says(made, gains, process.lam(t), denoiser.device)
     parts: list[dict[str, Tensor]] = []
     bar = Progress(None if expected is None else expected * each, "denoising loss", show=progress)
     with sides.attached, denoiser.evaluating(), torch.inference_mode(), bar:
         for batch in sides.batches(denoiser.batch_size):
             on = batch.to(denoiser.device)
             rows = []
-            for level, *said in zip(t, *says, strict=True):
+            for i, level in enumerate(t):
+                said = {label: (best[i], form[i]) for label, (best, form) in says.items()}
                 rows.append(_losses(sides, truth, on, level, said, seed))
                 bar.update(len(batch) * len(sides.names))
             parts.append({name: torch.stack([row[name] for row in rows], 1).cpu() for name in rows[0]})
@@ -220,8 +220,25 @@ def objectives(
     )
 
 
+def _says(
+    made: Calibration, gains: str, lam: Tensor, device: torch.device
+) -> dict[int | None, tuple[list[Correction], list[Correction]]]:
+    """The corrections of labels that have their own, and under None that of the others, level by level."""
+    corrections: dict[int | None, Correction] = {None: made.correction}
+    corrections.update({of.label: of.correction for of in made.classes if of.correction is not None})
+    return {
+        label: (one.at(lam).each(device), one.with_gains(gains).at(lam).each(device))
+        for label, one in corrections.items()
+    }
+
+
 def _losses(
-    sides: Sides, truth: Denoiser | None, batch: Batch, t: Tensor, said: list[Correction], seed: int
+    sides: Sides,
+    truth: Denoiser | None,
+    batch: Batch,
+    t: Tensor,
+    said: dict[int | None, tuple[Correction, Correction]],
+    seed: int,
 ) -> dict[str, Tensor]:
     """Squared errors of each row of a batch at one level, {name: (B,)}."""
     denoiser, process = sides.denoiser, sides.denoiser.process
@@ -238,7 +255,11 @@ def _losses(
         rows |= {f"sm_{name}": _squared(eps_hat - ideal) for name, eps_hat in outputs.items()}
     if said:
         before, u = outputs["before"], x_t / process.scales(t, x_t)[1]
-        best, c = (form.delta(before, u) for form in said)  # equation 12, as it is written
+        best, c = (form.delta(before, u) for form in said[None])  # equation 12, as it is written
+        for label in said.keys() - {None}:
+            own = batch.y == label  # or there were no classes
+            for all_rows, form in zip((best, c), said[label], strict=True):
+                all_rows[own] = form.delta(before[own], u[own])
         shift = sides.calibration is not None and _constant(sides.calibration)
         rows["predicted"] = 2 * ((before if shift else best) * c).flatten(1).sum(1) - _squared(c)
     return rows
@@ -246,7 +267,8 @@ def _losses(
 
 def _constant(calibration: Calibration) -> bool:
     """Whether it shifts, and does nothing else."""
-    return not (calibration.correction.a.any() or calibration.correction.d.any())
+    made = [calibration.correction, *(of.correction for of in calibration.classes)]
+    return not any(one is not None and (one.a.any() or one.d.any()) for one in made)
 
 
 def _squared(x: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from trueup.estimate.solve import (
     fit_pooled,
     innovation,
     known_residual,
+    of_network,
     shrinkage,
     support,
 )
@@ -85,20 +86,22 @@ def fit_classes(moments: Moments, pooled: Calibration) -> tuple[OfClass, ...]:
     found = {y: OfClass(y, images, Number(math.nan)) for y, images in counts.items()}
     enough = [y for y, images in counts.items() if images >= FEWEST]
     null = null_label(moments)
+    together = moments.without_class(null).used().of_equal_weight()
+    of_all = None if family.slopes is None else of_network(Centred(together), family)
     # The null label is another use of the network: how far classes differ says nothing of it.
     for labels in ([y for y in enough if y != null], [y for y in enough if y == null]):
         parts = [part for y in labels if (part := _of_class(moments, y, correction)) is not None]
-        found |= {of.label: of for of in _fit_alike(moments, parts, pooled, family)}
+        found |= {of.label: of for of in _fit_alike(moments, parts, pooled, of_all)}
     return tuple(found.values())
 
 
 def _fit_alike(
-    moments: Moments, parts: list[_Class], pooled: Calibration, family: Family
+    moments: Moments, parts: list[_Class], pooled: Calibration, of_all: Innovation | None
 ) -> Iterator[OfClass]:
     """The corrections of classes that have something to do with each other."""
     if not parts:
         return
-    shrunk = pooled.estimator == "shrunk"
+    family, shrunk = FAMILIES[pooled.family], pooled.estimator == "shrunk"
     centred = [Centred(part.pooled) for part in parts]
     shrink = shrinkage(centred, family) if shrunk else [None] * len(parts)
     fits = [part.fitted(family, pooled.estimator, own) for part, own in zip(parts, shrink, strict=True)]
@@ -109,8 +112,9 @@ def _fit_alike(
             # All classes together confirmed it; its own images must at least not speak against it.
             share = min(max(gain.value / gain.error if gain.error > 0 else 0.0, 0.0), 1.0)
             own, gain = own.scaled(share * kept), _gain(part, held.gain(share * realised))
-        made = None if own.empty else _whole(part, own, pooled.correction, family)
-        yield OfClass(part.label, part.bare.images, gain if made else Number(math.nan), made)
+        made = None if own.empty else _whole(part, own, pooled.correction, family, of_all)
+        told = made is not None and moments.levels > 1  # one level says nothing about an integral over them
+        yield OfClass(part.label, part.bare.images, gain if told else Number(math.nan), made)
 
 
 def _of_class(moments: Moments, y: int, correction: Correction) -> _Class | None:
@@ -148,27 +152,27 @@ def _confirmed(
 
 def _gain(part: _Class, by_fold: Tensor) -> Number:
     """Of the likelihood bound, in nats a sample of the class, over the correction of all classes."""
-    rows, weights = part.pooled.rows[0], trapezoid_weights(part.pooled.lam)
+    rows, lam = part.pooled.rows[0], part.pooled.lam
+    weights = trapezoid_weights(lam) if len(lam) > 1 else torch.ones_like(lam)
     value, error = mean_and_error(by_fold.sum(2), rows, weights)
     return Number.of(float(value), PAIRED_FOLDS**0.5 * float(error), float(effective_folds(rows).min()))
 
 
-def _whole(part: _Class, own: Correction, pooled: Correction, family: Family) -> Correction:
+def _whole(
+    part: _Class, own: Correction, pooled: Correction, family: Family, of_all: Innovation | None
+) -> Correction:
     """The correction of all classes and what a class differs by, as one; of the bare network."""
     whole = pooled.then(own)
     whole.support = support(whole, part.bare)
-    centred = Centred(part.bare)
-    found = innovation(centred, family, whole)
-    if found is not None and pooled.innovation is not None:
-        towards = _drawn(centred, family, found, pooled.innovation)
-        found = innovation(centred, family, whole, towards)
-    whole.innovation = found
+    if of_all is not None:
+        centred = Centred(part.bare)
+        whole.innovation = innovation(centred, family, whole, _drawn(centred, family, of_all))
     return whole
 
 
-def _drawn(centred: Centred, family: Family, own: Innovation, pooled: Innovation) -> Innovation:
+def _drawn(centred: Centred, family: Family, pooled: Innovation) -> Innovation:
     """A class's innovation drawn towards that of all classes by what is noise in it, band by band."""
-    assert family.slopes is not None
+    own = of_network(centred, family)
     bands, sizes = centred.moments.bands, centred.moments.bands.sizes.to(own.rho)
     part = centred.eps_hat() - own.rho * centred.unit(U)
     power = centred.dot(part, part) / sizes  # of one coefficient, summed over samples

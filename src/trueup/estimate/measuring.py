@@ -258,8 +258,10 @@ def add_batch(moments: Moments, denoiser: Denoiser, batch: Batch, seed: int) -> 
 
     null = moments.provenance.get("null_label")
     told, by_condition = [there], moments.classes or moments.conditions is not None
-    if null is not None and there.y is not None:
-        told.append(replace(there, y=torch.full_like(there.y, null)))
+    if null is not None and batch.y is not None:
+        others = batch.rows(batch.y != null)  # those that were not told so anyway
+        if len(others):
+            told.append(replace(others, y=torch.full_like(batch.y, null)[: len(others)]).to(device))
 
     def work(batch: Batch, levels: slice, part: slice) -> None:
         rows, a, s = batch.rows(part), alpha[levels], sigma[levels]
@@ -281,7 +283,7 @@ def add_batch(moments: Moments, denoiser: Denoiser, batch: Batch, seed: int) -> 
 
     at_once = max(1, _AT_ONCE // there.x0.numel())
     for rows, start in product(told, range(0, moments.levels, at_once)):
-        in_parts(partial(work, rows, slice(start, start + at_once)), len(batch))
+        in_parts(partial(work, rows, slice(start, start + at_once)), len(rows))
     _note(moments, batch)
 
 

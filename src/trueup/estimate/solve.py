@@ -197,6 +197,13 @@ def _gains(found: Slopes, shrink: Shrinkage | None) -> tuple[Tensor, Tensor]:
     return a, on_input - rho * a
 
 
+def of_network(centred: Centred, family: Family) -> Innovation:
+    """The innovation in every band."""
+    assert family.slopes is not None
+    rho = family.slopes(centred)[2]
+    return Innovation(rho, centred.mean_of(centred.eps_hat() - rho * centred.unit(U)))
+
+
 def innovation(
     centred: Centred, family: Family, correction: Correction, known: Innovation | None = None
 ) -> Innovation | None:
@@ -207,9 +214,7 @@ def innovation(
     if family.slopes is None or not correction.a.any():
         return None
     used = correction.a.any(0).any(0).to(torch.float64)  # (bands,)
-    if known is None:
-        rho = family.slopes(centred)[2]
-        known = Innovation(rho, centred.mean_of(centred.eps_hat() - rho * centred.unit(U)))
+    known = of_network(centred, family) if known is None else known
     found = Innovation(used * known.rho, centred.moments.bands.spread(used) * known.mean)
     changed = [replace(correction, innovation=found).with_gains(form) for form in CHANGED]
     found.support = torch.stack([support(form, centred.moments) for form in changed])

@@ -45,7 +45,8 @@ def judge(
     data = Moments.of(calibration, labels)
     if data is None or calibration.empty:
         return calibration
-    forms = ["none", "sqrt", *(["response"] if calibration.correction.a.any() else [])]
+    made = [calibration.correction, *(of.correction for of in calibration.classes)]
+    forms = ["none", "sqrt", *(["response"] if any(one is not None and one.a.any() for one in made) else [])]
     network = network_for(denoiser, labels)
     deal(network, trajectories, mix(seed ^ _OWN_STREAM))
     misses: dict[str, Miss] = {}

@@ -51,7 +51,7 @@ class Batch:
     def __len__(self) -> int:
         return len(self.index)
 
-    def rows(self, part: slice) -> Batch:
+    def rows(self, part: slice | Tensor) -> Batch:
         """Some of them."""
         parts = {name: v[part] for name, v in vars(self).items() if v is not None}
         return replace(self, **parts)
