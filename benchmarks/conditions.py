@@ -23,7 +23,7 @@ import trueup
 from trueup.estimate import classes_of, fit, measure
 from trueup.estimate.conditions import keys
 from trueup.evaluation import build_reference, image_maker
-from trueup.fitting import judge
+from trueup.fitting import judge, labels_of
 from trueup.metrics import colours, frechet, load_features, wasserstein
 from trueup.sampling import sample_batches
 from trueup.statistics import Number, trapezoid_weights
@@ -101,7 +101,7 @@ def loss(denoiser, images, labels, options, entry: dict) -> None:
 def samples(denoiser, images, labels, options, entry: dict) -> None:
     data = trueup.Images(images[: options.images], labels=labels[: options.images])
     moments = measure(denoiser, data, trust=True, progress=False, classes=classes_of(data, denoiser))
-    calibration = judge(denoiser, fit(moments), labels=labels[: options.images], progress=False)
+    calibration = judge(denoiser, fit(moments), labels=labels_of(data, denoiser), progress=False)
     test, test_labels = np.load(options.test), torch.from_numpy(np.load(options.test_labels)).long()
     features = load_features("efficientnet", device=denoiser.device)
     reference = build_reference(trueup.Images(test), denoiser, features, progress=False)
