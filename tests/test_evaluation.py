@@ -298,7 +298,7 @@ def test_the_table_shows_every_measure_with_its_interval(comparison):
 
 def test_few_images_are_warned_about(biased, calibration, images):
     found = trueup.evaluate(biased, calibration, images, samples=20, nfe=[6], features="pixels")
-    assert any("fewer than the 48 feature dimensions" in note for note in found.notes)
+    assert any("no more than the 48 feature dimensions" in note for note in found.notes)
     assert "note:" in found.table()
 
 
