@@ -10,6 +10,7 @@ from PIL import Image
 
 import trueup
 from trueup.calibration import Calibration
+from trueup.commands import calibrating
 from trueup.errors import TrueupError
 from trueup.fitting import solve
 from trueup.fitting.teacher import Teacher
@@ -90,7 +91,9 @@ def test_samples_are_drawn_with_the_fitted_solver_and_it_is_said(model, alone, t
     base = ("sample", model, "--calibration", alone[0], "-n", 3, "--seed", 2)
     done = trueup_command(*base, "--nfe", 4, "-o", tmp_path / "x.npz")
     assert done.returncode == 0, done.stderr
-    assert f"3 samples, calibrated ({alone[0]}), fitted in 4 evaluations" in done.stderr
+    nothing = f"uncalibrated ({alone[0]} corrects nothing)"  # it has solvers alone
+    assert f"3 samples, {nothing}, fitted in 4 evaluations" in done.stderr
+    assert "no solver" not in done.stderr
     denoiser = trueup.hf.as_denoiser(str(model))
     x = trueup.sample(denoiser, 3, nfe=4, seed=2, solver="fitted", calibration=alone[0], progress=False)
     expected = trueup.sampling.pictures(x, (-1.0, 1.0)).permute(0, 2, 3, 1).numpy()
@@ -107,10 +110,58 @@ def test_another_number_of_evaluations_has_no_solver(model, alone, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "dpm-solver-3 in 5 evaluations" in done.stderr
     there = "no solver for 5 evaluations: this calibration has those for 3 evaluations, 4 evaluations"
-    refused(trueup_command(*base, "--solver", "fitted", "--force"), there)
+    fit = f": to fit one, trueup calibrate MODEL --calibration {alone[0]} --nfe 5 -o FILE"
+    assert done.stderr.splitlines()[0] == f"drawing with dpm-solver-3: {there}{fit}"
+    refused(trueup_command(*base, "--solver", "fitted", "--force"), f"{there}{fit}")
+    named = trueup_command(*base, "--solver", "ddim", "--force")
+    assert "no solver" not in named.stderr
     none = ("sample", model, "-n", 1, "--nfe", 3, "--solver", "fitted", "-o", tmp_path / "y.npz")
     refused(trueup_command(*none), "a fitted solver is part of a calibration: name it with --calibration")
     assert not (tmp_path / "y.npz").exists()
+
+
+def test_an_evaluation_says_how_to_fit_the_solver_it_lacks(model, images, alone):
+    base = ("evaluate", model, "--calibration", alone[0], "--data", images, "--features", "pixels", "-n", 8)
+    fit = f"to fit one, trueup calibrate MODEL --calibration {alone[0]} --nfe 6 -o FILE"
+    refused(trueup_command(*base, "--solver", "ddim,fitted", "--nfe", "4,6"), "no solver for 6", fit)
+
+
+def test_what_a_replaced_file_had_is_said_before_anything_runs(model, images, alone, measured, tmp_path):
+    """--force is for the file; what is in it took minutes to make."""
+    there = tmp_path / "there.safetensors"
+    data = ("--data", images, "--images", 30, "--trust")
+    cases = [
+        (alone, ("--nfe", 3), f"its solvers for 4 evaluations (--calibration {there} keeps them)"),
+        (alone, data, "its solvers for 3 evaluations, 4 evaluations (--nfe 3,4 fits them again)"),
+        (measured, ("--nfe", 3), f"its correction (--calibration {there} keeps it)"),
+        (measured, ("--calibration", there, "--nfe", 2), None),
+        (measured, (*data, "--nfe", 3), None),
+    ]
+    for (old, _), given, words in cases:
+        there.write_bytes(old.read_bytes())
+        # It ends before it measures: there is no such device.
+        done = trueup_command("calibrate", model, *given, "--force", "-o", there, "--device", "mps")
+        assert done.returncode == 2
+        said = [f"{there} is replaced: the new one will not have {words}"] if words else []
+        assert done.stderr.splitlines()[:-1] == said
+        assert there.read_bytes() == old.read_bytes()
+
+
+def test_guidance_that_cannot_be_is_refused_before_measuring(model, images, tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrating, "_measure", lambda *_: pytest.fail("it measures"))
+    net = save(tiny_unet(num_class_embeds=3), tmp_path / "net")
+    pictures = np.zeros((8, 8, 8, 1), np.uint8)
+    np.savez(tmp_path / "x.npz", image=pictures, label=np.arange(8) % 3)
+    more = ("--nfe", 3, "--guidance", 2, "-o", tmp_path / "x.safetensors")
+    refused(trueup_command("calibrate", net, "--data", tmp_path / "x.npz", *more), "--null-label")
+    refused(trueup_command("calibrate", model, "--data", images, *more), "cannot be guided")
+    assert not (tmp_path / "x.safetensors.run").exists()
+
+
+def test_what_was_never_measured_is_no_level(alone):
+    said = json.loads(trueup_command("inspect", alone[0], "--json").stdout)
+    assert said["levels"] == []
+    assert said["share_of_loss_removed"] is None
 
 
 def test_inspect_names_the_solvers(alone):
@@ -253,7 +304,7 @@ def test_what_cannot_be_saved_need_not_be_fitted_again(model, alone, tmp_path, m
         ("calibrate --calibration CAL -o x", "say for how many evaluations with --nfe"),
         ("calibrate --data IMAGES --calibration CAL --nfe 3 -o x", "are two sources: leave one out"),
         ("calibrate --calibration nowhere --nfe 3 -o x", "nowhere does not exist"),
-        ("samplers --nfe 1", "2 to 500 evaluations, not 1"),
+        ("samplers --nfe 1", "samplers are compared with 2 to 500 evaluations, not 1"),
         ("samplers --trajectories 4", "8 trajectories or more, not 4"),
         ("samplers --figure x.txt", "'x.txt' does not end in .png, .svg or .pdf"),
         ("samplers --figure nowhere/x.png", "nowhere is not a directory"),
@@ -294,4 +345,8 @@ def test_a_calibration_of_another_model_is_refused(alone, tmp_path):
         ("samplers", other, "--nfe", 3),
         ("sample", other, "--nfe", 3, "-n", 1, "-o", tmp_path / "y.npz"),
     ):
-        refused(trueup_command(*command, "--calibration", alone[0], "--quiet"), "made for other weights")
+        refused(
+            trueup_command(*command, "--calibration", alone[0], "--quiet"),
+            "made for other weights",
+            "calibrate this model",
+        )

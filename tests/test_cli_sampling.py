@@ -135,7 +135,8 @@ def test_a_fitted_solver_is_evaluated_by_name(model, images, calibration, tmp_pa
     assert trueup_command(*base, "-o", out, "--quiet").returncode == 0
     measured = ("--data", images, "--features", "pixels", "-n", 8, "--solver", "fitted", "--nfe", 4)
     compared = trueup_command("evaluate", model, "--calibration", out, *measured, "--no-loss", "--json")
-    assert json.loads(compared.stdout)["rows"][0]["solver"] == "fitted"
+    row = json.loads(compared.stdout)["rows"][0]
+    assert (row["solver"], row["uncalibrated"]) == ("fitted", "dpm-solver-3")
 
 
 def test_samples_judge_unless_they_are_left_out(model, images, tmp_path):

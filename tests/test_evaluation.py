@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -208,6 +209,40 @@ def test_one_solver_one_number_and_a_function_will_do(biased, calibration, image
     assert found.features["dimensions"] == 5
 
 
+def test_a_fitted_solver_is_compared_with_usual_ones_on_the_network_as_it_is(
+    biased, calibration, images, tmp_path
+):
+    """Fitted to the corrected network, it would make the uncorrected one look worse than it is."""
+    fitted = trueup.fit_solver(biased, calibration, nfe=[2, 5], trajectories=32, progress=False)
+    how = {"samples": 40, "features": "pixels", "loss": False, "progress": False}
+    solvers = ["fitted", "ddim", "dpm-solver-2"]
+    found = trueup.evaluate(biased, fitted, images, solvers=solvers, nfe=np.array([5]), **how)
+    own, *usual = found.rows
+    assert [row.solver for row in found.rows] == solvers
+    best = min(usual, key=lambda row: row.changes["frechet"].before.value)
+    assert own.uncalibrated == best.solver
+    assert [row.uncalibrated for row in usual] == [None, None]
+    for name, change in own.changes.items():
+        assert change.before.value == best.changes[name].before.value
+    assert own.mean_colour["before"] == best.mean_colour["before"]
+    assert own.changes["frechet"].better
+    assert found.evaluations["samples by fitted-5"] == 40 * 5  # its other side was drawn already
+    assert f"fitted, 5 evaluations, 40 samples, seed 0; uncalibrated by {best.solver}" in found.table()
+    assert "made for the calibrated network" in found.notes[-1]
+    alone = trueup.evaluate(biased, fitted, images, solvers="fitted", nfe=[2, 5], run=tmp_path, **how)
+    assert [row.uncalibrated for row in alone.rows] == ["dpm-solver-1", "dpm-solver-3"]
+    assert alone.evaluations["samples by dpm-solver-3-5"] == 40 * 5
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "dpm-solver-1-2-uncalibrated",
+        "dpm-solver-3-5-uncalibrated",
+        "fitted-2-calibrated",
+        "fitted-5-calibrated",
+    }
+    plain = trueup.evaluate(biased, fitted, images, solvers="dpm-solver-3", nfe=5, **how)
+    before = [rows[-1].changes["frechet"].before.value for rows in (alone.rows, plain.rows)]
+    assert before[0] == before[1]
+
+
 def test_an_adaptive_solver_is_one_row(biased, calibration, images):
     found = trueup.evaluate(
         biased,
@@ -263,7 +298,7 @@ def test_the_table_shows_every_measure_with_its_interval(comparison):
 
 def test_few_images_are_warned_about(biased, calibration, images):
     found = trueup.evaluate(biased, calibration, images, samples=20, nfe=[6], features="pixels")
-    assert any("fewer than the 48 feature dimensions" in note for note in found.notes)
+    assert any("no more than the 48 feature dimensions" in note for note in found.notes)
     assert "note:" in found.table()
 
 

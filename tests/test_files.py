@@ -218,6 +218,19 @@ def test_files_of_others_are_refused(tmp_path):
     refused(tmp_path / ("x" * 5000), "cannot be read")
 
 
+@pytest.mark.skipif(not hasattr(os, "setuid"), reason="needs users")
+def test_a_file_that_may_not_be_read_is_not_said_to_be_missing(tmp_path):
+    """In a process that is not root's, which reads everything."""
+    save_tensors(tmp_path / "x", "things", META, TENSORS)
+    tmp_path.chmod(0o755)
+    (tmp_path / "x").chmod(0)
+    code = "import os, sys, torch; from trueup.files import load_tensors\n"
+    code += f"os.chdir({str(tmp_path)!r})\nif os.getuid() == 0:\n    os.setuid(65534)\n"
+    code += "try:\n    load_tensors('x', 'things')\nexcept Exception as error:\n    print(error)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "x cannot be read: [Errno 13] Permission denied" in done.stdout, done.stderr
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")

@@ -91,6 +91,12 @@ def test_the_summary_says_what_a_solver_is_for():
     assert replace(made, evidence={"error": 0.5}).summary() == f"{expected}; whitened error to the limit 0.5"
     plain = replace(made, tables=0 * made.tables, offset=0 * made.offset, guidance=1.0, evidence={})
     assert plain.summary() == "solver for 8 evaluations: x0-3, even in log-SNR, as it is"
+    few, enough = (
+        replace(plain, provenance={**plain.provenance, "trajectories": count}).summary()
+        for count in (32, 128)
+    )
+    assert few == f"{plain.summary()} (by 32 trajectories; 128 may improve it)"
+    assert enough == plain.summary()
     cal = make(SHAPE, VP)
     cal.solvers = (made,)
     assert made.summary() in cal.summary()

@@ -73,8 +73,8 @@ def test_samples_that_may_have_been_lucky_come_with_advice():
     cal = judged(told(after=0.19))
     said = "Samples do not surely get closer to the data: they miss it by 0.2 -> 0.19 nats a coefficient"
     assert f"{said} (a change of -0.03 to +0.01). " in cal.verdict()
-    for advice in ("More images", "more steps", "a fitted solver (--nfe)"):
-        assert advice in cal.verdict()
+    assert cal.verdict().endswith("More images or more steps may help.")
+    assert "--nfe" not in cal.verdict()  # it may have been given
 
 
 def test_a_network_that_is_left_as_it_is_for_sampling_keeps_its_likelihood():

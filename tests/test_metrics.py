@@ -335,7 +335,7 @@ def test_a_measure_of_ones_own_is_measured_like_the_others():
 def test_fewer_images_than_dimensions_are_warned_about():
     _, warnings = measures(FeatureBatch(draw(10, 20, 24)), reference_of(50, 20))
     assert len(warnings) == 1
-    assert warnings[0].startswith("10 generated images are fewer than the 20 feature dimensions")
+    assert warnings[0].startswith("10 generated images are no more than the 20 feature dimensions")
     assert "biased upward" in warnings[0]
 
 

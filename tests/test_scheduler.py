@@ -5,9 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import pickle
+import subprocess
+import sys
 from dataclasses import replace
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 
@@ -181,6 +185,9 @@ def test_other_numbers_of_steps_are_refused_by_the_one_it_has(scheduler):
     for given in ({"num_inference_steps": 20}, {"sigmas": [1.0, 0.5]}):
         with pytest.raises(MismatchError, match=r"fitted for 5 steps, not .*: pass num_inference_steps=5"):
             scheduler.set_timesteps(**given)
+    with pytest.raises(MismatchError, match="timesteps of this scheduler are its own"):
+        scheduler.set_timesteps(timesteps=[900, 500, 300, 100, 1])
+    scheduler.set_timesteps(np.int64(5))
     scheduler.set_timesteps(device="cpu", mu=1.0)
     scheduler.set_timesteps(sigmas=[0.0] * 5)
     assert scheduler.num_inference_steps == len(scheduler.timesteps) == 5
@@ -201,8 +208,11 @@ def test_what_is_not_asked_for_does_not_matter(scheduler, unet):
         return unet(x, t).sample
 
     x = start()
-    given = {"eta": 0.7, "use_clipped_model_output": True, "generator": torch.Generator()}
+    given = {"eta": 0.0, "use_clipped_model_output": True, "generator": torch.Generator()}
     assert torch.equal(loop(scheduler, network, x, **given), loop(scheduler, network, x))
+    with pytest.warns(UserWarning, match="adds no noise: eta is ignored"):
+        noisy = loop(scheduler, network, x, eta=0.7)
+    assert torch.equal(noisy, loop(scheduler, network, x))
     scheduler.set_timesteps(5)
     (one,) = scheduler.step(x, scheduler.timesteps[0], x, return_dict=False)
     assert {"generator", "return_dict"} <= inspect.signature(scheduler.step).parameters.keys()
@@ -307,7 +317,7 @@ def test_a_pipeline_is_saved_and_loaded_with_it(unet, scheduler, tmp_path):
     pipe = diffusers.DDPMPipeline(unet, scheduler)
     pipe.save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
-    assert index["scheduler"] == ["trueup.hf.fitted", "FittedScheduler"]
+    assert index["scheduler"] == ["trueup", "FittedScheduler"]
     loaded = diffusers.DDPMPipeline.from_pretrained(tmp_path)
     loaded.set_progress_bar_config(disable=True)
     pipe.set_progress_bar_config(disable=True)
@@ -320,6 +330,57 @@ def test_a_pipeline_is_saved_and_loaded_with_it(unet, scheduler, tmp_path):
         denoiser = as_denoiser(model)
         assert denoiser.process.agrees_with(VP)
         assert denoiser.parametrization == NOISE
+
+
+def test_a_saved_pipeline_is_loaded_in_a_fresh_process(unet, scheduler, tmp_path):
+    """diffusers imports nothing that a directory names: `import trueup` has to be enough."""
+    diffusers.DDPMPipeline(unet, scheduler).save_pretrained(tmp_path)
+    load = "import sys, trueup; assert 'diffusers' not in sys.modules; from diffusers import DDPMPipeline; "
+    load += f"print(DDPMPipeline.from_pretrained({str(tmp_path)!r}).scheduler.identity)"
+    done = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == scheduler.identity
+
+
+def test_it_is_pickled(scheduler):
+    assert pickle.loads(pickle.dumps(scheduler)).identity == scheduler.identity
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        diffusers.DDPMScheduler(clip_sample_range=0.7, beta_schedule="squaredcos_cap_v2"),
+        diffusers.DDIMScheduler(timestep_spacing="trailing", prediction_type="v_prediction"),
+    ],
+    ids=["ddpm", "ddim"],
+)
+def test_it_keeps_the_config_of_the_scheduler_it_replaces(unet, own, tmp_path, monkeypatch):
+    """Whoever changes back, or draws with another solver, finds the model's own clipping and spacing."""
+    warned = []
+    logger = diffusers.utils.logging.get_logger("diffusers.configuration_utils")
+    monkeypatch.setattr(logger, "warning", lambda *words: warned.append(words))
+    process, parametrization = schedule(dict(own.config) | {"_class_name": type(own).__name__})
+    pipe = diffusers.DDPMPipeline(unet, own)
+    before = trueup.sample(pipe, 2, solver="ddim", nfe=4)
+    then = diffusers.DDIMScheduler.from_config(own.config)
+    made = FittedScheduler.of(random_solver(noise=process), process, parametrization)
+    pipe.scheduler = made.replacing(pipe.scheduler)
+    pipe.save_pretrained(tmp_path)
+    saved = diffusers.DDPMPipeline.from_pretrained(tmp_path)
+    for one in (pipe, saved):
+        assert one.scheduler.identity == made.identity
+        assert torch.equal(trueup.sample(one, 2, solver="ddim", nfe=4), before)
+    now = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)
+    assert {name: now.config[name] for name in inspect.signature(type(now)).parameters} == {
+        name: then.config[name] for name in inspect.signature(type(now)).parameters
+    }
+    assert FittedScheduler.from_config(now.config).identity == made.identity
+    pipe.scheduler = made.replacing(pipe.scheduler)  # again, for another number of steps say
+    assert torch.equal(trueup.sample(pipe, 2, solver="ddim", nfe=4), before)
+    diffusers.DDIMScheduler.from_config(made.config)
+    assert warned == []
+    with pytest.raises(MismatchError, match="DDIMScheduler is of another noise or prediction"):
+        made.replacing(diffusers.DDIMScheduler(beta_end=0.5))
 
 
 def test_other_schedulers_are_made_of_its_config(scheduler, caplog):

@@ -32,6 +32,9 @@ _HOME = {
     "TrueupError": "trueup.errors",
 }
 
+# diffusers asks for these by name when it loads a pipeline that was saved with a scheduler of ours.
+_FOR_DIFFUSERS = ("FittedScheduler", "SchedulerMixin")
+
 __all__ = ["__version__", *_HOME, "process"]
 
 if TYPE_CHECKING:
@@ -57,6 +60,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         globals()[name] = value = getattr(import_module(_HOME[name]), name)
         return value
+    if name in _FOR_DIFFUSERS:
+        return getattr(import_module("trueup.hf.fitted"), name)
     if find_spec(f"trueup.{name}") is None:
         raise AttributeError(f"module 'trueup' has no attribute {name!r}")
     return import_module(f"trueup.{name}")

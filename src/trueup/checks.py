@@ -78,21 +78,21 @@ def _calibrate(options: argparse.Namespace) -> None:
         raise DataError(f"say what to measure on, one of --data and {others}, or --nfe to fit solvers alone")
     if given == ["calibration"] and options.nfe is None:
         raise TrueupError("--calibration is there to add solvers to: say for how many evaluations with --nfe")
-    _check_numbers(options)
+    _check_numbers(options, "a solver is fitted to")
     if options.trajectories < 32:
         raise TrueupError(f"a solver is fitted to 32 trajectories or more, not {options.trajectories}")
     if options.generated is not None:
         check_evaluations("dpm-solver-3", options.generate_nfe)
 
 
-def _check_numbers(options: argparse.Namespace) -> None:
+def _check_numbers(options: argparse.Namespace, what: str) -> None:
     for number in options.nfe or ():
         if not 2 <= number <= 500:
-            raise TrueupError(f"a solver is fitted to 2 to 500 evaluations, not {number}")
+            raise TrueupError(f"{what} 2 to 500 evaluations, not {number}")
 
 
 def _samplers(options: argparse.Namespace) -> None:
-    _check_numbers(options)
+    _check_numbers(options, "samplers are compared with")
     if options.trajectories < 8:
         raise TrueupError(f"samplers are compared on 8 trajectories or more, not {options.trajectories}")
 

@@ -49,8 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _phrased(error: TrueupError, options: argparse.Namespace) -> str:
     """An error as the command line says it, on one line."""
-    # No command puts a calibration on a model it was not made for: --force is about files.
-    words = error.problem if isinstance(error, MismatchError) else error.phrased(Argument.option)
+    words = error.phrased(Argument.option)
+    if isinstance(error, MismatchError) and any(argument.name == "force" for argument in error.arguments):
+        # No command puts a calibration on a model it was not made for: --force is about files.
+        words = f"{error.problem}: calibrate this model, or name its own calibration"
     if error.one_image and not getattr(options, "skip_bad", False):
         words += " (--skip-bad leaves such images out)"
     return printable(words)

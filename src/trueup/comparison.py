@@ -46,6 +46,7 @@ class Row:
     evaluations: int | None  # made; None where every image makes its own number
     changes: dict[str, Change]  # by the measure's name
     mean_colour: dict[str, list[float]]  # before, after
+    uncalibrated: str | None = None  # the solver of the side before, where that is another
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -77,7 +78,9 @@ class Comparison:
         lines = []
         for row in self.rows:
             made = "its own number of" if row.evaluations is None else str(row.evaluations)
-            lines.append(f"{row.solver}, {made} evaluations, {self.samples:,} samples, seed {self.seed}")
+            other = "" if row.uncalibrated is None else f"; uncalibrated by {row.uncalibrated}"
+            heading = f"{row.solver}, {made} evaluations, {self.samples:,} samples, seed {self.seed}{other}"
+            lines.append(heading)
             lines.append(f"  {'':26} {'uncalibrated':>14} {'calibrated':>14}   difference, 95% interval")
             for name, change in row.changes.items():
                 values = f"{change.before.value:14.4g} {change.after.value:14.4g}"

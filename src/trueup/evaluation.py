@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,8 @@ from trueup.metrics.features import look_at
 from trueup.metrics.measures import measures
 from trueup.progress import Progress
 from trueup.sampling import Solver, as_solver, pictures, sample_batches
-from trueup.sampling.draw import check_labels, choose_solver, count_evaluations
+from trueup.sampling.draw import DEFAULT, check_labels, choose_solver, count_evaluations
+from trueup.sampling.fitted import Fitted
 from trueup.sampling.store import Kept
 from trueup.solvers import FITTED
 
@@ -39,6 +41,10 @@ _MADE_OF = {  # a reference, and what to know about it
     "samples as they are": "these are no pictures: samples and data are compared by their values. For the "
     "pictures of latents, give the Denoiser their autoencoder",
 }
+_OF_FITTED = (
+    "a fitted solver is made for the calibrated network: the uncalibrated one beside it is drawn with the "
+    "solver that its heading names, the best of the others asked for or trueup's default"
+)
 
 
 def evaluate(
@@ -62,11 +68,13 @@ def evaluate(
 
     data: images to compare with (10,000, unless `Images` says otherwise), a `trueup.metrics.Reference` made
     from them, or its file. solvers and nfe: every one of the first at every one of the second; "fitted" is
-    the calibration's own. features: a name (see `trueup.metrics.load_features`), or what maps images to
-    (B, d). Latents are compared as the pictures that the Denoiser's autoencoder makes of them. loss: whether
-    the denoising loss is measured, too, on images that the calibration was not made from; a file has none.
-    run: a directory that keeps the features of what was sampled, to go on from after an interruption; force
-    replaces what was sampled there with other settings.
+    the calibration's own, which belongs to the calibrated network: its row has, as the uncalibrated side, the
+    best of the other solvers with as many evaluations, or DPM-Solver-3. features: a name (see
+    `trueup.metrics.load_features`), or what maps images to (B, d). Latents are compared as the pictures that
+    the Denoiser's autoencoder makes of them. loss: whether the denoising loss is measured, too, on images
+    that the calibration was not made from; a file has none. run: a directory that keeps the features of what
+    was sampled, to go on from after an interruption; force replaces what was sampled there with other
+    settings.
     """
     denoiser, calibration = as_denoiser(model), as_calibration(calibration)
     denoiser.check_bare()
@@ -75,8 +83,8 @@ def evaluate(
     Attachment(denoiser, calibration)  # or say now that it does not fit
     classes = check_labels(denoiser, labels, guidance)
     plan: list[tuple[Solver, int | None, int | None]] = []
-    for given in solvers if isinstance(solvers, (list, tuple)) else [solvers]:
-        numbers: Any = nfe if isinstance(nfe, Sequence) else [nfe]
+    for given in _listed(solvers):
+        numbers = [n.item() if isinstance(n, np.integer) else n for n in _listed(nfe)]
         if given != FITTED and as_solver(given, denoiser).adaptive:
             numbers = [None]
         for number in numbers:
@@ -101,28 +109,46 @@ def evaluate(
         "decoder": None if denoiser.autoencoder is None else denoiser.autoencoder.identity,
     }
     how = {"labels": labels, "guidance": guidance, "seed": seed, "progress": progress}
-    rows, spent = [], {}
-    for solver, number, evaluations in plan:
+    spent: dict[str, int] = {}
+
+    def drawn(solver: Solver, number: int | None, put_on: Calibration | None) -> FeatureBatch:
         name = solver.name if number is None else f"{solver.name}-{number}"
-        both = []
-        for side, put_on in (("uncalibrated", None), ("calibrated", calibration)):
-            settings = {
-                **denoiser.identity(),
-                **conditions,
-                "solver": repr(solver),
-                "number of evaluations": number,
-                "set of features": [extract.name, extract.preprocessing, extract.weights],
-                "calibration": None if put_on is None else put_on.identity,
-            }
-            kept = None if run is None else Kept(Path(run) / f"{name}-{side}", settings, force=force)
-            how |= {"solver": solver, "nfe": number, "calibration": put_on}
-            how["description"] = f"sampling, {name}, {side}"
-            both.append(_draw(denoiser, extract, samples, kept, how))
+        side = "uncalibrated" if put_on is None else "calibrated"
+        settings = {
+            **denoiser.identity(),
+            **conditions,
+            "solver": repr(solver),
+            "number of evaluations": number,
+            "set of features": [extract.name, extract.preprocessing, extract.weights],
+            "calibration": None if put_on is None else put_on.identity,
+        }
+        kept = None if run is None else Kept(Path(run) / f"{name}-{side}", settings, force=force)
+        evaluations, what = count_evaluations(solver, number, denoiser, classes), f"samples by {name}"
+        if evaluations is not None:
+            spent[what] = spent.get(what, 0) + samples * evaluations
+        about = {"nfe": number, "calibration": put_on, "description": f"sampling, {name}, {side}"}
+        return _draw(denoiser, extract, samples, kept, {**how, "solver": solver, **about})
+
+    rows: dict[int, Row] = {}
+    before: dict[int, FeatureBatch] = {}
+    # Usual solvers first: a fitted one is compared with the best of them.
+    for place in sorted(range(len(plan)), key=lambda place: isinstance(plan[place][0], Fitted)):
+        solver, number, evaluations = plan[place]
+        other, usual = None, [p for p in before if plan[p][1] == number]
+        if not isinstance(solver, Fitted):
+            first = before[place] = drawn(solver, number, None)
+        elif usual:
+            best = min(usual, key=lambda p: rows[p].changes["frechet"].before.value)
+            other, first = plan[best][0].name, before[best]
+        else:
+            other = DEFAULT if solver.solver.nfe >= 3 else "dpm-solver-1"
+            first = drawn(as_solver(other, denoiser), number, None)
+        both = [first, drawn(solver, number, calibration)]
         colours = {side: _mean_colour(batch.colours) for side, batch in zip(SIDES, both, strict=True)}
         changes = _changes(both, reference, notes)
-        rows.append(Row(solver.name, repr(solver), number, evaluations, changes, colours))
-        if evaluations is not None:
-            spent[f"samples by {name}"] = 2 * samples * evaluations
+        rows[place] = Row(solver.name, repr(solver), number, evaluations, changes, colours, other)
+    if len(before) < len(plan):
+        notes.append(_OF_FITTED)
     found = None
     if loss and reference.images is not None:
         found = _loss(denoiser, calibration, reference.images, notes, seed=seed, progress=progress)
@@ -133,7 +159,7 @@ def evaluate(
         name: getattr(calibration, name) for name in ("family", "estimator", "gains", "generated", "identity")
     }
     return Comparison(
-        rows=rows,
+        rows=[rows[place] for place in range(len(plan))],
         samples=samples,
         seed=seed,
         features=seen_by,
@@ -144,6 +170,10 @@ def evaluate(
         loss=found,
         notes=notes,
     )
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple, range, np.ndarray)) else [given]
 
 
 def image_maker(denoiser: Denoiser) -> Callable[[Tensor], Tensor]:

@@ -84,6 +84,7 @@ def load_tensors(path: str | PathLike[str], kind: str) -> tuple[dict[str, Any], 
     try:
         if path.exists() and not path.is_file():  # reading a pipe or a device may never end
             raise ArtifactError(f"{path} is a directory or a device, not a file")
+        path.open("rb").close()  # safetensors says of a file that may not be read that it does not exist
         with safe_open(path, framework="pt") as file:
             raw = (file.metadata() or {}).get("trueup")
             if raw is None:

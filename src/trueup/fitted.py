@@ -27,6 +27,7 @@ from trueup.stored import (
 )
 
 MEMORY = 3  # how many of the network's answers a step may use
+ENOUGH = 128  # trajectories; of fewer, a fit may not be sure that it helps
 HISTORIES = ("eps", "x0")
 _MOST = 1000  # evaluations
 _EXACT = ("t", "alpha", "sigma", "weights")  # kept as float64
@@ -137,6 +138,9 @@ class FittedSolver:
         """What it is for and what fitting did, in a line."""
         text = f"solver for {self.purpose}: {self.provenance.get('base', 'a rule')}"
         text += ", as it is" if self.empty else f", {self.provenance.get('fitted', 'fitted')}"
+        few = self.provenance.get("trajectories")
+        if self.empty and isinstance(few, int) and few < ENOUGH:
+            text += f" (by {few} trajectories; {ENOUGH} may improve it)"
         text += self._told("whitened error to the limit", "error")
         text += self._told("miss of the data's bands", "miss", " nats a coefficient")
         limit = self.evidence.get("limit_miss", math.nan)

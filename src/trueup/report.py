@@ -59,6 +59,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
     levels = [
         {"t": t, "lam": lam, **{name: getattr(e, name)[row].as_json() for name in ("loss", "eta2", "gain")}}
         for row, (t, lam) in enumerate(zip(times, lams, strict=True))
+        if calibration.measured
     ]
     own = ("empty", "family", "estimator", "gains", "data_images", "generated")
     made = ("model", "parametrization", "weights", "seed")

@@ -92,8 +92,7 @@ class SampleEvidence:
         if gains == "none":
             return (
                 "Samples of the network as it is are as close to the data "
-                f"({_short(before)} {_MISS}): nothing is attached for sampling, likelihoods keep the gain. "
-                "For few steps, fit a solver (--nfe)."
+                f"({_short(before)} {_MISS}): nothing is attached for sampling, likelihoods keep the gain."
             )
         change = self.changed_by(gains)
         if change is None:
@@ -105,7 +104,7 @@ class SampleEvidence:
             return f"Samples get closer to the data: they miss it by {moved}{sure}."
         return (
             f"Samples do not surely get closer to the data: they miss it by {moved}{sure}. "
-            "More images, more steps or a fitted solver (--nfe) may help."
+            "More images or more steps may help."
         )
 
     def lines(self, gains: str) -> list[str]:

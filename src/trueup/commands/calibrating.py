@@ -12,7 +12,7 @@ from trueup.commands import shared
 from trueup.commands.shared import given, say, show, warn
 from trueup.demo import run as run_demo
 from trueup.denoiser import Denoiser
-from trueup.errors import Argument
+from trueup.errors import Argument, TrueupError
 from trueup.estimate import Moments, classes_of, fit, measure
 from trueup.estimate.diagnose import look
 from trueup.figure import check_figure, draw, draw_samplers
@@ -22,16 +22,21 @@ from trueup.fitting.kept import clear
 from trueup.images import open_images
 from trueup.report import as_json, as_text, plain_output
 from trueup.sampling import generate
+from trueup.sampling.draw import network_for
 
 
 def calibrate(options: argparse.Namespace) -> int:
     """`trueup calibrate`."""
     output, run = options.output, options.run or Path(f"{options.output}.run")
+    _say_what_is_lost(options)
     denoiser = shared.open_model(options)
     options.run = run
     more: dict[str, Any] = {"output": str(output), "run": str(run)}
     calibration, labels, kept = shared.open_calibration(options, denoiser), options.labels, ""
-    if options.data is not None or options.generated is not None:
+    measured = options.data is not None or options.generated is not None
+    if options.nfe is not None:  # or say now what is wrong; labels may be those of the data, not yet read
+        network_for(denoiser, 0 if measured and denoiser.conditional else labels, options.guidance)
+    if measured:
         moments, data = _measure(denoiser, options, run)
         calibration = fit(moments, family=options.family, estimator=options.estimator)
         of_data = labels_of(data, denoiser)
@@ -54,6 +59,35 @@ def calibrate(options: argparse.Namespace) -> int:
     _report(calibration, options, more)
     say(options, f"wrote {output}{kept}")
     return 0
+
+
+def _say_what_is_lost(options: argparse.Namespace) -> None:
+    """What a file that is to be replaced has, and the new one will not; and how to keep it."""
+    try:
+        old = load(options.output) if options.output.exists() else None
+        kept = None if options.calibration is None else load(options.calibration)
+    except TrueupError:
+        return  # there is nothing in it to lose, or what is wrong is said elsewhere
+    if old is None:
+        return
+    measured = options.data is not None or options.generated is not None
+    keep, lost = f"--calibration {options.output} keeps", []
+    if old.measured and not measured and not (kept is not None and kept.measured):
+        lost.append(f"its correction ({keep} it)")
+    elif old.classes and kept is None and not options.per_class:
+        lost.append("its corrections by class (--per-class)")
+    made = [(number, options.guidance) for number in options.nfe or ()]
+    made += [(solver.nfe, solver.guidance) for solver in (() if kept is None else kept.solvers)]
+    gone = [solver for solver in old.solvers if not any(solver.is_for(*of) for of in made)]
+    if gone:
+        again = (
+            f"--nfe {','.join(str(solver.nfe) for solver in gone)} fits them again"
+            if measured
+            else f"{keep} them"
+        )
+        lost.append(f"its solvers for {', '.join(solver.purpose for solver in gone)} ({again})")
+    if lost:
+        say(options, f"{options.output} is replaced: the new one will not have {' and '.join(lost)}")
 
 
 def samplers(options: argparse.Namespace) -> int:

@@ -11,12 +11,14 @@ import torch
 from trueup.calibration import load
 from trueup.commands import shared
 from trueup.commands.shared import given, say, show
+from trueup.errors import Argument
 from trueup.evaluation import build_reference, image_maker
 from trueup.evaluation import evaluate as compare
 from trueup.metrics import Reference, load_features
 from trueup.sampling import sample_batches
 from trueup.sampling.draw import choose_solver
 from trueup.sampling.store import Output
+from trueup.solvers import FITTED
 
 
 def sample(options: argparse.Namespace) -> int:
@@ -24,7 +26,12 @@ def sample(options: argparse.Namespace) -> int:
     denoiser = shared.open_model(options)
     calibration = shared.open_calibration(options, denoiser)
     asked = shared.open_solver(options.solver, denoiser, options.grid)
+    lacks = None if calibration is None else shared.no_solver(options, calibration, options.nfe)
+    if asked == FITTED and lacks is not None:
+        raise lacks
     solver = choose_solver(asked, denoiser, calibration, options.nfe, options.guidance)
+    if asked is None and lacks is not None and calibration is not None and calibration.solvers:
+        say(options, f"drawing with {solver.name}: {lacks.phrased(Argument.option)}")
     how = given(options, "nfe", "labels", "guidance", "seed", "progress")
     how |= {"solver": solver, "calibration": calibration}
     sample_batches(denoiser, options.samples, **how)  # or say what is wrong before there is a folder
@@ -53,6 +60,8 @@ def sample(options: argparse.Namespace) -> int:
         show(options, {**settings, **more}, "")
     made = "its own number of" if evaluations is None else str(evaluations)
     calibrated = "uncalibrated" if calibration is None else f"calibrated ({options.calibration})"
+    if calibration is not None and (calibration.empty or calibration.gains == "none"):
+        calibrated = f"uncalibrated ({options.calibration} corrects nothing)"
     drawn = f"{options.samples} samples, {calibrated}, {solver.name} in {made} evaluations"
     say(options, f"{drawn}: {options.output}")
     return 0
@@ -69,8 +78,12 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.save_reference is not None:
         data = build_reference(data, denoiser, features, progress=options.progress)
         data.save(options.save_reference)
+    calibration = load(options.calibration)
+    for number in options.nfe if FITTED in options.solver else ():
+        if (lacks := shared.no_solver(options, calibration, number)) is not None:
+            raise lacks
     solvers = [shared.open_solver(name, denoiser, options.grid) for name in options.solver]
     how = given(options, "nfe", "samples", "labels", "guidance", "loss", "seed", "run", "force")
     how |= {"solvers": solvers, "features": features, "progress": options.progress}
-    comparison = compare(denoiser, load(options.calibration), data, **how)
+    comparison = compare(denoiser, calibration, data, **how)
     return shared.conclude(options, comparison, "the features of the samples")

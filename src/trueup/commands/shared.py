@@ -14,7 +14,7 @@ import torch
 
 from trueup.calibration import Attachment, Calibration, load
 from trueup.denoiser import Denoiser
-from trueup.errors import ModelError
+from trueup.errors import Argument, MismatchError, ModelError
 from trueup.files import printable, write
 from trueup.hf import as_denoiser
 from trueup.images import Images
@@ -62,6 +62,18 @@ def open_solver(name: str | None, denoiser: Denoiser, grid: str | None) -> Any:
         return name
     solver: Any = as_solver(name or DEFAULT, denoiser)
     return solver if grid is None else replace(solver, grid=grid)
+
+
+def no_solver(options: argparse.Namespace, calibration: Calibration, nfe: int) -> MismatchError | None:
+    """That a calibration has no solver for so many evaluations, and how to fit one; None if it has."""
+    try:
+        calibration.solver(nfe, options.guidance)
+    except MismatchError as error:
+        how = [Argument("calibration", options.calibration), Argument("nfe", nfe)]
+        how += [Argument("guidance", f"{options.guidance:g}")] if options.guidance != 1.0 else []
+        places = " ".join("{}" for _ in how)
+        return MismatchError(error.problem, f"to fit one, trueup calibrate MODEL {places} -o FILE", *how)
+    return None
 
 
 def images_of(options: argparse.Namespace, count: int | None = None) -> Images:

@@ -1,17 +1,20 @@
 """A solver fitted to a model as a scheduler of diffusers: `pipe.scheduler = cal.scheduler(nfe=8)`.
 
-Pipelines save and load it like any other: everything it needs is in its config, tensors as text. This module
-loads diffusers, so that nothing imports it until a scheduler is asked for.
+Pipelines save and load it like any other: everything it needs is in its config, tensors as text. diffusers
+looks for it in what the process has imported, so that `import trueup` comes before `from_pretrained`. This
+module loads diffusers, so that nothing imports it until a scheduler is asked for.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from diffusers import SchedulerMixin  # loading a pipeline, diffusers looks for this name in this module
+from diffusers import SchedulerMixin
 from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from safetensors import SafetensorError
@@ -23,6 +26,7 @@ from trueup import fitted
 from trueup.errors import Argument, ArtifactError, MismatchError, TrueupError
 from trueup.files import line, unpacked
 from trueup.fitted import MEMORY, FittedSolver
+from trueup.hf.loading import config_of
 from trueup.hf.schedulers import betas_of
 from trueup.hf.schedules import PREDICTION_TYPES, schedule
 from trueup.parametrization import Parametrization
@@ -33,6 +37,8 @@ _NEAR = 5e-3  # a time in half precision, relative
 # In a config their names begin with _: other schedulers that are made of it, as is usual, neither take what
 # is private nor print it in a warning.
 _OWN = ("process", "parametrization", "solver", "tensors")
+_COMMON = ("num_train_timesteps", "prediction_type", "trained_betas")
+_HIDDEN = ("_class_name", "_diffusers_version", "_name_or_path", *(f"_{name}" for name in _OWN))
 
 
 class FittedScheduler(SchedulerMixin, ConfigMixin):
@@ -41,6 +47,9 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
     States are x_t as the network sees it, so nothing is scaled, and the last one is the sample. The pipeline
     takes as many steps as it was fitted for, with that guidance. From an image (strength below 1) it starts
     in the middle: the first steps, before which too little is remembered, are then those of DDIM.
+
+    It cannot see the network: the correction that it was fitted with has to be attached for as long as it is
+    on the pipeline. `import trueup` before a pipeline that was saved with it is loaded.
     """
 
     order = 1
@@ -51,26 +60,23 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
         num_train_timesteps: int = 1000,
         prediction_type: str = "epsilon",
         trained_betas: list[float] | None = None,
-        clip_sample: bool = False,
-        fitted: str = "",
         *,
         process: dict[str, Any] | None = None,
         parametrization: dict[str, Any] | None = None,
         solver: dict[str, Any] | None = None,
         tensors: str = "",
+        others: dict[str, Any] | None = None,
     ):
-        """From a config: trained_betas or process is the noise, solver and tensors are what steps it."""
+        """From a config: trained_betas or process is the noise, solver and tensors are what steps it.
+
+        others: what schedulers that are made of this config, in its place, are to know (clipping, spacing).
+        """
         if not isinstance(solver, dict) or not isinstance(parametrization, dict):
             raise TrueupError("a FittedScheduler is made by Calibration.scheduler(nfe), or loaded")
         own = {"process": process, "parametrization": parametrization, "solver": solver, "tensors": tensors}
-        self.register_to_config(
-            num_train_timesteps=num_train_timesteps,
-            prediction_type=prediction_type,
-            trained_betas=trained_betas,
-            clip_sample=clip_sample,
-            fitted=fitted,
-            **{f"_{name}": own[name] for name in _OWN},
-        )
+        common = dict(zip(_COMMON, (num_train_timesteps, prediction_type, trained_betas), strict=True))
+        more = {"clip_sample": False} if others is None else others
+        self.register_to_config(**{**more, **common, **{f"_{name}": own[name] for name in _OWN}})
         self.process, self.parametrization = schedule({**self.config, "_class_name": type(self).__name__})
         self.solver = unpacked(_unpack, solver, _decoded(tensors), "this scheduler")
         self.init_noise_sigma = self.process.prior_std
@@ -90,19 +96,40 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
             num_train_timesteps=int(settings.get("time_scale", 1000)) if betas is None else len(betas),
             prediction_type=PREDICTION_TYPES.get(parametrization.name, parametrization.name),
             trained_betas=betas,
-            fitted=solver.identity,
             process=settings if betas is None else None,
             parametrization=parametrization.settings(),
             solver=meta,
             tensors=_encoded(tensors),
         )
 
+    def replacing(self, scheduler: Any) -> FittedScheduler:
+        """The same with the config of the scheduler whose place it takes.
+
+            pipe.scheduler = cal.scheduler(nfe=8).replacing(pipe.scheduler)
+
+        Other schedulers, made of this one's config later, then clip and space as the model's own did.
+        """
+        config = config_of(scheduler)
+        process, parametrization = schedule(config)
+        if not process.agrees_with(self.process) or parametrization != self.parametrization:
+            raise MismatchError(f"{config['_class_name']} is of another noise or prediction than this solver")
+        common, others = _parted({**{name: self.config[name] for name in _COMMON[:2]}, **config})
+        return type(self)(**common, **{name: self.config[f"_{name}"] for name in _OWN}, others=others)
+
     @classmethod
     def from_config(cls, config: Any = None, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """As diffusers' schedulers have it."""
         if isinstance(config, dict):
             kwargs = {**{name: config.get(f"_{name}") for name in _OWN}, **kwargs}
+            common, others = _parted(config)
+            config = {name: value for name, value in config.items() if name in common or name in _HIDDEN}
+            kwargs.setdefault("others", others)
         return super().from_config(config, return_unused_kwargs, **kwargs)
+
+    @property
+    def identity(self) -> str:
+        """A short hash of what it does."""
+        return self.solver.identity
 
     def __repr__(self) -> str:
         return f"<FittedScheduler: {self.solver.summary()}>"
@@ -128,6 +155,8 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
         **kwargs: Any,
     ) -> None:
         """Start again. Levels are its own: of sigmas, which some pipelines pass, only the number counts."""
+        if kwargs.get("timesteps") is not None:
+            raise MismatchError("the timesteps of this scheduler are its own: pass num_inference_steps alone")
         steps = len(sigmas) if num_inference_steps is None and sigmas is not None else num_inference_steps
         if steps is not None and steps != self.solver.nfe:
             problem = f"this scheduler was fitted for {self.solver.nfe} steps, not {steps}"
@@ -169,7 +198,9 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
         generator: Any = None,
         **kwargs: Any,
     ) -> SchedulerOutput | tuple[Tensor]:
-        """The next state from what the network said of this one; nothing is random."""
+        """The next state from what the network said of this one; nothing is random, whatever eta."""
+        if kwargs.get("eta"):
+            warnings.warn("a fitted solver adds no noise: eta is ignored", stacklevel=2)
         solver, channels = self.solver, self.solver.shape[0]
         found = tuple(sample.shape[1:]), tuple(model_output.shape[2:])
         if found != (solver.shape, solver.shape[1:]) or model_output.shape[1] not in (channels, 2 * channels):
@@ -207,6 +238,16 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
     def scale_noise(self, sample: Tensor, timestep: Tensor, noise: Tensor) -> Tensor:
         """`add_noise`, as pipelines of flows call it."""
         return self.add_noise(sample, noise, timestep)
+
+
+# diffusers keeps this name in what it saves, and finds there only what the process has imported.
+FittedScheduler.__module__ = "trueup"
+
+
+def _parted(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of a config what this scheduler reads, and what it keeps for others."""
+    common = {name: config[name] for name in _COMMON if name in config}
+    return common, {name: v for name, v in config.items() if name not in common and name not in _HIDDEN}
 
 
 def _wide(sample: Tensor) -> torch.dtype:

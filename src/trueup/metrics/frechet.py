@@ -20,7 +20,7 @@ _STEP = 0.5  # of the quadrature in log t; its error falls as exp(-2 pi^2 / step
 
 def _too_few(generated: FeatureBatch, reference: Reference) -> list[str]:
     count, dimensions = generated.pooled.shape
-    so = f"images are fewer than the {dimensions:,} feature dimensions: the covariance is singular and the "
+    so = f"images are no more than the {dimensions:,} feature dimensions: the covariance is singular and the "
     so += "Fréchet distance biased upward; compare it only at equal counts"
     counts = {"generated": count, "reference": reference.count}
     return [f"{count:,} {whose} {so}" for whose, count in counts.items() if count <= dimensions]

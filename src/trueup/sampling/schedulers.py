@@ -48,6 +48,8 @@ class SchedulerSolver(Solver):
 
     def __repr__(self) -> str:
         config = {k: v for k, v in self.scheduler.config.items() if not k.startswith("_")}
+        if (fitted := getattr(self.scheduler, "identity", None)) is not None:  # a scheduler of ours
+            config["fitted"] = fitted
         return f"{type(self.scheduler).__name__}({', '.join(f'{k}={config[k]!r}' for k in sorted(config))})"
 
     def check(self, denoiser: Denoiser) -> None:
