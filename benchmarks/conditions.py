@@ -24,7 +24,7 @@ from trueup.estimate import classes_of, fit, measure
 from trueup.estimate.conditions import keys
 from trueup.evaluation import build_reference, image_maker
 from trueup.fitting import judge, labels_of
-from trueup.metrics import colours, frechet, load_features, wasserstein
+from trueup.metrics import GaussianStatistics, colours, frechet, load_features, wasserstein
 from trueup.sampling import sample_batches
 from trueup.statistics import Number, trapezoid_weights
 
@@ -104,7 +104,10 @@ def samples(denoiser, images, labels, options, entry: dict) -> None:
     calibration = judge(denoiser, fit(moments), labels=labels_of(data, denoiser), progress=False)
     test, test_labels = np.load(options.test), torch.from_numpy(np.load(options.test_labels)).long()
     features = load_features("efficientnet", device=denoiser.device)
-    reference = build_reference(trueup.Images(test), denoiser, features, progress=False)
+    reference = build_reference(trueup.Images(test), denoiser, features, progress=False).pooled
+    scatter = reference.covariance * (reference.count - 1)
+    on_device = (value.to(denoiser.device) for value in (reference.mean, scatter))
+    reference = GaussianStatistics(*on_device, reference.count)
     brightness = {int(y): colours(_as_images(test[(test_labels == y).numpy()])) for y in test_labels.unique()}
     drawn_labels = torch.arange(10).repeat(options.samples // 10)
     to_images, rows = image_maker(denoiser), [["guidance", "correction", "Fréchet distance", "brightness W1"]]
@@ -115,7 +118,7 @@ def samples(denoiser, images, labels, options, entry: dict) -> None:
                 denoiser,
                 len(drawn_labels),
                 solver="dpm-solver-3",
-                nfe=30,
+                nfe=options.nfe,
                 calibration=cal,
                 labels=drawn_labels,
                 guidance=guidance,
@@ -124,7 +127,7 @@ def samples(denoiser, images, labels, options, entry: dict) -> None:
                 shown = to_images(x)
                 parts.append(features(shown).pooled)
                 seen.append(colours(shown))
-            distance, colour = frechet(torch.cat(parts), reference.pooled), torch.cat(seen)
+            distance, colour = frechet(torch.cat(parts), reference), torch.cat(seen)
             by_class = [
                 wasserstein(colour[drawn_labels[: len(colour)] == y], brightness[y]).value for y in range(10)
             ]
@@ -147,6 +150,7 @@ def main() -> None:
     p.add_argument("--part", choices=["loss", "samples"], nargs="+", default=["loss"])
     p.add_argument("--images", type=int, default=2000, help="behind the calibrations")
     p.add_argument("--levels", type=int, default=25)
+    p.add_argument("--nfe", type=int, default=30, help="evaluations of a sample")
     options = p.parse_args()
     results: dict = {}
     for path in options.model:

@@ -108,11 +108,15 @@ class Miss:
         return Number.mean(self.values - other.values)
 
 
-def whitened(bands: Bands, x: Tensor, limit: Tensor) -> Tensor:
-    """Squared error of every sample to its limit, over the limit's variance in each band, (n,)."""
+def whitened(bands: Bands, x: Tensor, limit: Tensor, among: Tensor | None = None) -> Tensor:
+    """Squared error of every sample to its limit, over the limits' variance in each band, (n,).
+
+    among: limits to know that variance from, where these are few.
+    """
     goal = dct_of(bands, limit)
     sizes = bands.sizes.to(goal)
-    variance = bands.sum(goal.var(0)) / sizes  # (C, bands)
+    spread = goal if among is None else dct_of(bands, among)
+    variance = bands.sum(spread.var(0)) / sizes  # (C, bands)
     floor = 1e-6 * variance.mean().clamp_min(_LEAST)
     error = bands.sum((dct_of(bands, x) - goal).square()) / variance.clamp_min(floor)  # (n, C, bands)
     return (error.sum((1, 2)) / goal[0].numel()).cpu()

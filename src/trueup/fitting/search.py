@@ -19,10 +19,9 @@ from trueup.sampling.rules import RULES, Grid, Rule
 
 SPACINGS = (math.inf, 7.0, "time", "quadratic")
 ENDS = (0.3, 0.15, 0.075, 0.0375, 0.019)  # noise at the last evaluation, over the spread of the samples
-FIRST = "dpm++-2"  # the rule that grids are chosen with
-OTHERS = ("dpm++-3", "unipc-2", "x0-3", "ipndm-3", "singlestep-2")
-_BUDGET = 96  # evaluations per candidate
-_FEWEST = 4
+TRIED = ("dpm++-2", "dpm++-3", "unipc-2", "x0-3", "ipndm-3", "singlestep-2")
+# All rules on all grids with few trajectories, the best with more: evaluations of each, and how many go on.
+ROUNDS = ((24, 12), (96, None))
 
 
 @dataclass(eq=False, repr=False)
@@ -41,47 +40,54 @@ def grids(process: NoiseProcess, spread: float) -> list[Grid]:
 
 
 def search(network: Network, teacher: Teacher, nfe: int, guidance: float, keep: int) -> list[Candidate]:
-    """The best candidates, best first."""
-    rows = min(len(teacher.noise), max(_FEWEST, _BUDGET // nfe))
-    few, rules = teacher.rows(slice(rows)), {rule.name: rule for rule in RULES}
-    spread = float(seen(teacher.samples, network.denoiser).std())
+    """The best candidates, one of a rule, best first: fits differ more between rules than between grids."""
+    rules, spread = {rule.name: rule for rule in RULES}, float(seen(teacher.samples, network.denoiser).std())
+    pairs = [(rules[name], grid) for name in TRIED for grid in grids(network.process, spread)]
     all_labels, index = network.y, network.index
-    network.y = None if all_labels is None else all_labels[:rows]
-    network.index = None if index is None else index[:rows]
     try:
-        pairs = [(rules[FIRST], grid) for grid in grids(network.process, spread)]
-        found = _tried(network, few, nfe, guidance, pairs)
-        best = {grid.spacing: grid for _, grid in reversed(found)}.values()  # rules differ in what suits them
-        found += _tried(network, few, nfe, guidance, [(rules[n], grid) for grid in best for n in OTHERS])
+        for evaluations, most in ROUNDS:
+            rows = min(len(teacher.noise), max(1, evaluations // nfe))
+            network.y = None if all_labels is None else all_labels[:rows]
+            network.index = None if index is None else index[:rows]
+            found = _tried(network, teacher, slice(rows), nfe, guidance, pairs)
+            pairs = [pair for _, pair in found[:most]]
     finally:
         network.y, network.index = all_labels, index
-    return [candidate for candidate, _ in sorted(found, key=lambda pair: pair[0].error)[:keep]]
+    of_rules = {rule.name: candidate for candidate, (rule, _) in reversed(found)}  # the best of each
+    return sorted(of_rules.values(), key=lambda candidate: candidate.error)[:keep]
 
 
 def search_cost(nfe: int) -> int:
     """About how many evaluations a search takes."""
-    return len(SPACINGS) * (len(ENDS) + len(OTHERS)) * nfe * max(_FEWEST, _BUDGET // nfe)
+    counts = (len(TRIED) * len(SPACINGS) * len(ENDS), ROUNDS[0][1])
+    tried = zip(counts, ROUNDS, strict=True)
+    return sum(count * nfe * max(1, evaluations // nfe) for count, (evaluations, _) in tried)
 
 
 def _tried(
-    network: Network, teacher: Teacher, nfe: int, guidance: float, pairs: Iterable[tuple[Rule, Grid]]
-) -> list[tuple[Candidate, Grid]]:
-    found = []
+    network: Network,
+    teacher: Teacher,
+    part: slice,
+    nfe: int,
+    guidance: float,
+    pairs: Iterable[tuple[Rule, Grid]],
+) -> list[tuple[Candidate, tuple[Rule, Grid]]]:
+    found, few = [], teacher.rows(part)
     for rule, grid in pairs:
         solver = plan(network.denoiser, rule, grid, nfe, network.y, guidance)
         if solver is not None:
-            error = float(error_of(solver, network, teacher).mean())
+            x = follow(solver, network, few.noise)
+            error = float(error_between(solver, network, x, few, teacher.samples).mean())
             if math.isfinite(error):
-                found.append((Candidate(solver, error), grid))
+                found.append((Candidate(solver, error), (rule, grid)))
     return sorted(found, key=lambda pair: pair[0].error)
 
 
-def error_of(solver: FittedSolver, network: Network, teacher: Teacher) -> Tensor:
-    """The whitened error of every trajectory, (n,)."""
-    return error_between(solver, network, follow(solver, network, teacher.noise), teacher)
-
-
-def error_between(solver: FittedSolver, network: Network, x: Tensor, teacher: Teacher) -> Tensor:
-    """The same of samples already drawn."""
-    shown = seen(x, network.denoiser), seen(teacher.samples, network.denoiser)
+def error_between(
+    solver: FittedSolver, network: Network, x: Tensor, teacher: Teacher, among: Tensor | None = None
+) -> Tensor:
+    """The whitened error of every sample already drawn, (n,); among: see `whitened`."""
+    shown = (
+        seen(v, network.denoiser) for v in (x, teacher.samples, teacher.samples if among is None else among)
+    )
     return torch.nan_to_num(whitened(solver.bands, *shown), nan=math.inf, posinf=math.inf)
