@@ -25,7 +25,7 @@ from trueup.fitting.kept import KIND
 from trueup.fitting.moments import Miss, Moments, seen, whitened
 from trueup.fitting.regress import regression, restored
 from trueup.fitting.samplers import Row, Samplers
-from trueup.fitting.search import error_between
+from trueup.fitting.search import TRIED, error_between, grids, search, search_cost
 from trueup.fitting.solve import Fitter, Judged
 from trueup.fitting.teacher import Teacher
 from trueup.hf import as_denoiser
@@ -93,6 +93,33 @@ def errors_by_hand(x, limit, spatial=(8, 8)):
             off = z[:, channel][:, where] - goal[:, channel][:, where]
             total += (off**2).sum(1) / goal[:, channel][:, where].var(0, ddof=1).mean()
     return torch.from_numpy(total / z[0].size)
+
+
+# The search
+
+
+@pytest.mark.parametrize("nfe", [4, 9])
+def test_the_search_finds_what_trying_everything_finds(nfe):
+    network = Network(blobs())
+    network.index = torch.arange(48)
+    teacher = Teacher.of(network, 0)
+    spent = []
+    network.advance = spent.append
+    found = search(network, teacher, nfe, 1.0, 3)
+    assert 0.8 * search_cost(nfe) < sum(spent) <= search_cost(nfe)  # fewer where ends coincide
+    rules = [candidate.solver.provenance["base"].split(",")[0] for candidate in found]
+    assert len(set(rules)) == 3
+    errors = [candidate.error for candidate in found]
+    assert errors == sorted(errors)
+    spread = float(seen(teacher.samples, network.denoiser).std())
+    by_hand = {}
+    for rule in (rule for rule in RULES if rule.name in TRIED):
+        for grid in grids(network.process, spread):
+            solver = plan(network.denoiser, rule, grid, nfe)
+            x = follow(solver, network, teacher.noise)
+            by_hand[solver.provenance["base"]] = float(errors_by_hand(x, teacher.samples).mean())
+    best, chosen = min(by_hand.values()), by_hand[found[0].solver.provenance["base"]]
+    assert chosen < 1.25 * best  # it looked at a few trajectories only
 
 
 # The limit
