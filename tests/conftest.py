@@ -1,4 +1,6 @@
+import importlib
 import shutil
+import sys
 
 import pytest
 import torch
@@ -39,3 +41,17 @@ def some(images, tmp_path):
     for path in sorted(images.iterdir())[:12]:
         shutil.copy(path, folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def fused():
+    """The module of the GPU kernel; without a GPU in Triton's interpreter, whoever imported it before."""
+    pytest.importorskip("triton", reason="Triton comes with PyTorch on machines with a GPU")
+    name, gpu = "trueup.calibration.fused", torch.cuda.is_available()
+    with pytest.MonkeyPatch.context() as patch:
+        if not gpu:
+            patch.setenv("TRITON_INTERPRET", "1")  # read when the kernel is declared
+            sys.modules.pop(name, None)
+        yield importlib.import_module(name)
+        if not gpu:
+            sys.modules.pop(name, None)

@@ -244,17 +244,6 @@ def test_a_class_without_a_correction_may_be_one_that_needs_none():
     assert not torch.allclose(after[1], output[1], atol=1e-2)
 
 
-@pytest.fixture(scope="module")
-def fused():
-    pytest.importorskip("triton", reason="Triton comes with PyTorch on machines with a GPU")
-    with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            patch.setenv("TRITON_INTERPRET", "1")  # read when the kernel is declared
-        import trueup.calibration.fused
-
-        yield trueup.calibration.fused
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("t", [torch.tensor(300), TIMES], ids=["one time", "a time a row"])
 def test_the_kernel_picks_by_label(fused, monkeypatch, t):

@@ -13,17 +13,6 @@ GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 
 
-@pytest.fixture(scope="module")
-def fused():
-    pytest.importorskip("triton", reason="Triton comes with PyTorch on machines with a GPU")
-    with pytest.MonkeyPatch.context() as patch:
-        if not GPU:
-            patch.setenv("TRITON_INTERPRET", "1")  # read when the kernel is declared
-        import trueup.calibration.fused
-
-        yield trueup.calibration.fused
-
-
 def kernel(fused, hook, output, x_t, t):
     """What the hook would hand the kernel."""
     tables = hook._tables(DEVICE, torch.float32)
