@@ -337,3 +337,46 @@ def test_the_drop_that_is_predicted_is_that_of_each_class(family):
     error = (drop - found.predicted).std(0) / len(y) ** 0.5
     assert float(((drop - found.predicted).mean(0).abs() / error).max()) < 4
     assert float(drop.mean()) > 0.1
+
+
+# What a review found
+
+
+@pytest.mark.parametrize("largest", [200, 16000])
+def test_a_class_far_larger_than_the_others_does_not_decide_for_them(largest):
+    """Four small classes off by much; the large one, of which the correction of all is made, by nothing."""
+    sign = torch.tensor([0.0, 1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    network = Gaussians(0.25 * sign[:, None, None, None].expand(5, *SHAPE))
+    y = shuffled(largest, 200, 200, 200, 200)
+    cal = fit(measure(network, y), family="shift")
+    for label in (1, 2, 3, 4):
+        middle = cal.for_class(label).shift_map()[4]
+        expected = network.error(torch.tensor([label]), VP.lam(torch.tensor([LEVELS[4]]).double()))[0]
+        assert float((middle - expected).square().sum()) < 0.2 * float(expected.square().sum())
+
+
+def test_a_level_that_few_classes_know_is_left_to_the_correction_of_all():
+    """As where training draws few times of nearly no noise."""
+    network = Gaussians(maps(3) * 0.3)
+    moments = measure(network, shuffled(150, 150, 150))
+    whole = fit(moments, family="shift")
+    for sums in (moments.rows, moments.squares, moments.first, moments.second):
+        sums[:2, 2:, 0] = 0.0  # of two classes two folds are left at the first level
+    cal = fit(moments, family="shift")
+    for label in range(3):
+        ours, before = cal.for_class(label), whole.for_class(label)
+        assert torch.equal(ours.b[0], cal.correction.b[0])
+        assert torch.allclose(ours.b[2:], before.b[2:], atol=0.1)
+        assert not torch.allclose(ours.b[3], cal.correction.b[3], atol=0.02)
+
+
+def test_levels_of_another_take_the_place_of_its_own():
+    one, other = (Gaussians(maps(2, seed) * 0.3) for seed in (1, 2))
+    first, second = (fit(measure(network, shuffled(60, 60))).correction for network in (one, other))
+    where = torch.tensor([i not in (0, 4) for i in range(len(LEVELS))])
+    made = first.with_levels(where, second.at_levels(where))
+    for name in ("b", "a", "d"):
+        ours, before, theirs = (getattr(part, name) for part in (made, first, second))
+        assert torch.equal(ours[where], theirs[where])
+        assert torch.equal(ours[~where], before[~where])
+    assert first.with_levels(torch.ones(len(LEVELS), dtype=torch.bool), second) is second

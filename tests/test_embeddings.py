@@ -267,3 +267,47 @@ def test_a_projection_without_units_has_linear_features_alone():
     made = Projection(torch.zeros(3), torch.eye(3)[:2], torch.zeros(0, 3), torch.zeros(0, 1))
     c = torch.tensor([[1.0, -2.0, 5.0]])
     assert made(c).tolist() == [[1.0, -2.0]]
+
+
+def test_more_images_are_added_to_a_run(tmp_path):
+    x, c = drawn(80, 1, each=1)
+    how = {"levels": LEVELS[::3], "trust": True, "progress": False, "per_embedding": True}
+    for count in (40, 80):
+        images = trueup.Images(x, labels=c, count=count)
+        moments = measure(denoiser(), images, run=tmp_path / "run", **how)
+    assert moments.images == 80
+    assert float(moments.conditions.gram[..., 0, 0].sum()) > 0
+    with pytest.raises(TrueupError, match="begun with another per_embedding"):
+        measure(
+            denoiser(), trueup.Images(x, labels=c), run=tmp_path / "run", **{**how, "per_embedding": False}
+        )
+
+
+def test_one_fold_confirms_nothing():
+    x, c = drawn(60, 1)
+    images = trueup.Images(x, labels=c, groups=[0] * 60)
+    moments = measure(denoiser(), images, levels=LEVELS[::3], trust=True, progress=False, per_embedding=True)
+    assert fit(moments).conditions is None
+
+
+def test_embeddings_that_are_not_finite_are_refused():
+    c = torch.randn(40, WIDTH)
+    c[3, 2] = torch.nan
+    with pytest.raises(DataError, match="not finite"):
+        see([c])
+
+
+def test_a_small_file_does_not_ask_for_much_memory(linear, tmp_path):
+    linear[2].save(tmp_path / "c.safetensors")
+    meta, tensors = load_as(tmp_path / "c.safetensors", "a calibration", lambda *parts: parts)
+    q, levels = 900, len(LEVELS)
+    tensors["condition.basis"] = torch.zeros(q, WIDTH)
+    tensors["condition.units"], tensors["condition.outer"] = torch.zeros(1, q + 1), torch.zeros(900, 2)
+    tensors["condition.maps"] = torch.zeros(levels, 2 * q, SHAPE[0], 0)
+    meta["condition"]["kept_bands"] = []
+    large = {**meta, "shape": meta["shape"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trueup.calibration.conditions.LARGEST", levels * q * 128 * 8)
+        save_tensors(tmp_path / "d.safetensors", "a calibration", large, tensors)
+        with pytest.raises(ArtifactError, match="features of embeddings make no sense"):
+            trueup.load(tmp_path / "d.safetensors")

@@ -6,6 +6,7 @@ import io
 import math
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -585,3 +586,76 @@ def test_a_recorded_fit_is_that_of_its_moments():
     recorder = recorded(too_bright(0.2), steps=20)
     one, other = recorder.calibration(), fit(recorder.moments())
     assert torch.equal(one.correction.b, other.correction.b)
+
+
+# What a review found
+
+
+def by_class(indexed, steps=150, **settings):
+    """An ideal network of two classes, one of them five images that come round again and again."""
+    few = DATA.sample(5, seed=77)
+    recorder = trueup.Recorder(PROCESS, "noise", SHAPE, classes=[0, 1], half_life=None, **settings)
+    ideal, generator = DATA.denoiser(PROCESS), torch.Generator().manual_seed(0)
+    for step, (_, t, eps, x0) in enumerate(batches(steps, 32)):
+        pick = torch.randint(5, (16,), generator=generator)
+        x0[:16] = few[pick]
+        x_t = PROCESS.noised(x0, eps, t)
+        index = torch.cat([pick, 5 + 16 * step + torch.arange(16)])
+        y = torch.arange(32).lt(16).long()
+        recorder.update(x_t, t, ideal.predict(x_t, t), eps, y, index=index if indexed else None)
+    return recorder
+
+
+def test_classes_need_to_know_their_images():
+    with pytest.warns(UserWarning, match="without `index` nobody can tell how many images a class has"):
+        cal = by_class(False).calibration()
+    assert all(of.correction is None for of in cal.classes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        by_class(True, 20).calibration()
+        by_class(False, 20).uncalibration()  # has nothing to do with classes
+
+
+def test_the_null_label_is_no_part_of_the_correction_of_all():
+    recorder = trueup.Recorder(PROCESS, "noise", SHAPE, classes=[0, 1, 2], null_label=2, half_life=None)
+    bright, dark = too_bright(0.2), too_bright(-0.2)
+    for step, (x_t, t, eps, _) in enumerate(batches(120, 32)):
+        y = torch.arange(32) % 4
+        null = y >= 2
+        output = torch.where(null[:, None, None, None], dark.predict(x_t, t), bright.predict(x_t, t))
+        recorder.update(x_t, t, output, eps, torch.where(null, 2, y), index=32 * step + torch.arange(32))
+    cal = recorder.calibration()
+    assert cal.provenance["null_label"] == 2
+    middle = len(cal.t) // 2
+    assert float(cal.correction.shift_map()[middle].mean()) == pytest.approx(0.2, abs=0.03)
+    assert float(cal.for_class(2).shift_map()[middle].mean()) == pytest.approx(-0.2, abs=0.03)
+    other = trueup.Recorder(PROCESS, "noise", SHAPE, classes=[0, 1, 2])
+    with pytest.raises(TrueupError):
+        other.load_state_dict(recorder.state_dict())
+    with pytest.raises(TrueupError, match="is not among the classes: add it"):
+        trueup.Recorder(PROCESS, "noise", SHAPE, classes=[0, 1], null_label=2)
+    with pytest.raises(TrueupError, match=r"classes are a list of labels, such as range\(10\), not 10"):
+        trueup.Recorder(PROCESS, "noise", SHAPE, classes=10)
+
+
+def test_times_between_whole_timesteps_are_refused():
+    recorder = trueup.Recorder(PROCESS, "noise", SHAPE)
+    x_t, t, eps, _ = next(batches(1, 8))
+    with pytest.raises(TrueupError, match="whole timesteps of this process"):
+        recorder.update(x_t, t / 1000, x_t, eps)
+
+
+def test_what_models_of_diffusers_return_is_taken_as_it_is():
+    net = tiny_unet(sample_size=8)
+    recorder = trueup.Recorder(PROCESS, "noise", (1, 8, 8))
+    x_t, t = torch.randn(4, 1, 8, 8), torch.tensor([1, 300, 600, 999])
+    with torch.no_grad():
+        recorder.update(x_t, t, net(x_t, t), x_t, index=[0, 1, 2, 3])
+    assert recorder.rows == 4
+
+
+def test_rows_that_are_all_nonsense_are_nothing_to_log():
+    recorder = trueup.Recorder(PROCESS, "noise", SHAPE)
+    x_t, t, eps, _ = next(batches(1, 8))
+    recorder.update(x_t, t, x_t * torch.nan, eps)
+    assert recorder.log() == {}

@@ -82,6 +82,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         "classes": [
             {
                 "label": of.label,
+                "null": of.label == calibration.provenance.get("null_label"),
                 "images": of.images,
                 "own": of.correction is not None,
                 "bound_gain": {"nats": of.gain.as_json()},

@@ -252,7 +252,7 @@ def _classes(
     for full, tensor in tensors.items():
         _, number, *name = full.split(".", 2)
         own.setdefault(number, {})["".join(name)] = tensor
-    if (1 + len(own)) * pooled.b.numel() * 8 > LARGEST or not own.keys() <= {
+    if 2 * (1 + len(own)) * pooled.b.numel() * 8 > LARGEST or not own.keys() <= {
         str(i) for i in range(len(entries))
     }:
         raise ArtifactError("its classes are not those it lists")

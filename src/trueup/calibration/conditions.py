@@ -17,7 +17,7 @@ from trueup.bands import Bands
 from trueup.calibration.correction import Correction
 from trueup.errors import ArtifactError, AttachError
 from trueup.statistics import Number
-from trueup.stored import Bounds, check_tensors, kept_coefficients, packed, part, total, whole
+from trueup.stored import LARGEST, Bounds, check_tensors, kept_coefficients, packed, part, total, whole
 
 FAR = 3.0  # standard deviations: beyond, a condition is taken to be no farther than this from the usual ones
 
@@ -127,13 +127,15 @@ def unpack_conditions(
     own = {name.split(".", 1)[1]: tensor for name, tensor in tensors.items()}
     of_maps: dict[str, Tensor] = {name: own.pop(name) for name in ("maps", "support") if name in own}
     projection, bands, levels = unpack_projection(own), pooled.bands, len(pooled.lam)
-    kept = kept_coefficients(meta, bands)
+    kept, size = kept_coefficients(meta, bands), bands.index.numel()
+    if levels * projection.count * channels * size * 8 > LARGEST:
+        raise ArtifactError(f"{projection.count} features of embeddings make no sense")
     bounds = {
         "maps": Bounds((levels, projection.count, channels, len(kept)), -1e6, 1e6, torch.float32),
         "support": Bounds((levels - 1, bands.count), 0.0, 1.0, torch.float32),
     }
     check_tensors(of_maps, bounds)
-    maps = torch.zeros(levels, projection.count, channels, bands.index.numel(), dtype=torch.float64)
+    maps = torch.zeros(levels, projection.count, channels, size, dtype=torch.float64)
     maps[..., kept] = of_maps["maps"].double()
     count = whole(meta, "conditions", 1, 2**40)
     return OfConditions(projection, maps, of_maps["support"].double(), count, total(meta, "gain"))

@@ -54,6 +54,49 @@ class Correction:
         wide = scale[:, None, :]
         return replace(self, b=self.b * self.bands.spread(wide), a=self.a * wide, d=self.d * wide)
 
+    def at_levels(self, keep: Tensor) -> Correction:
+        """Some of its levels alone, (L,) true for each that stays."""
+        b, a, d = (part[keep] for part in (self.b, self.a, self.d))
+        made = Correction(self.lam[keep], b, a, d, self.bands)
+        if self.innovation is not None:
+            made.innovation = Innovation(self.innovation.rho[keep], self.innovation.mean[keep])
+        return made
+
+    def with_levels(self, where: Tensor, other: Correction) -> Correction:
+        """Another's levels in the place of its own, (L,) true for each of them."""
+        if where.all():
+            return other
+        both = where[1:] & where[:-1]  # neighbours that are both the other's
+        beside = (where.nonzero().flatten().diff() == 1) if where.any() else where[:0]
+
+        def mixed(own: Tensor | None, theirs: Tensor | None, like: Tensor) -> Tensor:
+            made = torch.zeros_like(like) if own is None else own.clone()
+            made[where] = 0.0 if theirs is None else theirs
+            return made
+
+        def between(own: Tensor | None, theirs: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+            made = torch.ones(shape, dtype=torch.float64) if own is None else own.clone()
+            made[..., both, :] = 1.0 if theirs is None else theirs[..., beside, :]
+            return made
+
+        parts = {n: mixed(getattr(self, n), getattr(other, n), getattr(self, n)) for n in ("b", "a", "d")}
+        shape = (len(self.lam) - 1, self.bands.count)
+        support, innovation = between(self.support, other.support, shape), None
+        ours, theirs = self.innovation, other.innovation
+        if ours is not None or theirs is not None:
+            none = Innovation(torch.zeros_like(self.a[:0]), torch.zeros_like(self.b[:0]))
+            rho, mean = (
+                mixed(
+                    None if ours is None else getattr(ours, n),
+                    None if theirs is None else getattr(theirs, n),
+                    like,
+                )
+                for n, like in (("rho", self.a), ("mean", self.b))
+            )
+            changed = between((ours or none).support, (theirs or none).support, (len(CHANGED), *shape))
+            innovation = Innovation(rho, mean, changed)
+        return Correction(self.lam, **parts, bands=self.bands, support=support, innovation=innovation)
+
     def then(self, after: Correction) -> Correction:
         """This correction, and then another of what it made, as one."""
         kept = 1 - after.a

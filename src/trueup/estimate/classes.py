@@ -37,6 +37,7 @@ from trueup.estimate.solve import (
 from trueup.statistics import Number, effective_folds, mean_and_error, trapezoid_weights
 
 FEWEST = 10  # images of a class with a correction of its own: fewer do not show how far they scatter
+KNOWN = 0.8  # share of the classes that must have images in enough folds at a level
 
 
 def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk") -> Calibration:
@@ -80,19 +81,33 @@ class _Class:
 
 def fit_classes(moments: Moments, pooled: Calibration) -> tuple[OfClass, ...]:
     """The correction of every class that has images enough and differs from that of all."""
-    family, correction = FAMILIES[pooled.family], pooled.correction
-    moments = moments.to("cpu").at_levels(torch.isin(moments.t, pooled.t))
-    counts = {y: moments.of_class(y).images for y in moments.classes}
+    family, whole = FAMILIES[pooled.family], pooled.correction
+    correction = whole
+    everywhere = moments.to("cpu").at_levels(torch.isin(moments.t, pooled.t))
+    counts = {y: everywhere.of_class(y).images for y in moments.classes}
     found = {y: OfClass(y, images, Number(math.nan)) for y, images in counts.items()}
-    enough = [y for y, images in counts.items() if images >= FEWEST]
     null = null_label(moments)
+    enough = [y for y, images in counts.items() if images >= FEWEST]
+    if not moments.provenance.get("indexed", True):  # nobody can tell how many images a class has
+        enough = [y for y in enough if y == null]
+    if not enough:
+        return tuple(found.values())
+    folds = torch.stack([(everywhere.of_class(y).rows[0] > 0).sum(0) for y in enough])  # (classes, L)
+    known = (folds >= FEWEST_FOLDS).double().mean(0) >= KNOWN  # elsewhere classes have the correction of all
+    if not known.any():
+        return tuple(found.values())
+    moments, correction = everywhere.at_levels(known), correction.at_levels(known)
+    pooled = replace(pooled, correction=correction)
     together = moments.without_class(null).used().of_equal_weight()
     of_all = None if family.slopes is None else of_network(Centred(together), family)
     # The null label is another use of the network: how far classes differ says nothing of it.
     for labels in ([y for y in enough if y != null], [y for y in enough if y == null]):
         parts = [part for y in labels if (part := _of_class(moments, y, correction)) is not None]
         found |= {of.label: of for of in _fit_alike(moments, parts, pooled, of_all)}
-    return tuple(found.values())
+    return tuple(
+        replace(of, correction=whole.with_levels(known, of.correction)) if of.correction is not None else of
+        for of in found.values()
+    )
 
 
 def _fit_alike(
@@ -122,6 +137,7 @@ def _of_class(moments: Moments, y: int, correction: Correction) -> _Class | None
     whole = moments.of_class(y)
     folds = (whole.rows > 0).any(2)[0]
     bare = whole.used().of_equal_weight()
+    bare = replace(bare, data_rows=torch.zeros_like(bare.data_rows))  # no more is known of the data than here
     enough = int((bare.rows[0] > 0).sum(0).min()) >= FEWEST_FOLDS
     return _Class(y, bare, bare.corrected(correction), folds) if enough else None
 

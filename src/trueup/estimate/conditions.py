@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trueup.bands import Bands
-from trueup.calibration.conditions import Projection, pooled, unpack_projection
+from trueup.calibration.conditions import FAR, Projection, pooled, unpack_projection
 from trueup.errors import ArtifactError, DataError
 from trueup.stored import Bounds, check_tensors, whole
 
@@ -114,6 +114,8 @@ def unpack_conditions(
 def see(embeddings: Iterable[Tensor], *, seed: int = 0) -> tuple[Projection, int]:
     """What to look at in embeddings (B, D) or (B, T, D): their largest components; and how many there are."""
     given = torch.cat([pooled(c).double() for c in embeddings])
+    if not torch.isfinite(given).all():
+        raise DataError("an embedding holds values that are not finite")
     different = torch.unique(given, dim=0)
     if len(different) < FEWEST:
         raise DataError(
@@ -128,7 +130,7 @@ def see(embeddings: Iterable[Tensor], *, seed: int = 0) -> tuple[Projection, int
     generator = torch.Generator().manual_seed(seed)
     units = torch.randn(UNITS, used + 1, generator=generator, dtype=torch.float64)
     units[:, :-1] /= math.sqrt(used)
-    first = ((different - mean) @ basis.T).clamp(-3, 3)
+    first = ((different - mean) @ basis.T).clamp(-FAR, FAR)
     hidden = (first @ units[:, :-1].T + units[:, -1]).tanh()
     # What the linear features say already is taken out.
     known = torch.cat([first, torch.ones_like(first[:, :1])], 1)

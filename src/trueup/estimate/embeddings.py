@@ -20,7 +20,7 @@ from trueup.estimate.confirm import HeldOut
 from trueup.estimate.moments import Moments
 from trueup.estimate.regress import divide
 from trueup.estimate.shrink import Noisy, kernel_weights, shrinkers
-from trueup.estimate.solve import INFLATION_WIDTH, PAIRED_FOLDS
+from trueup.estimate.solve import FEWEST_FOLDS, INFLATION_WIDTH, PAIRED_FOLDS
 from trueup.statistics import Number, effective_folds, mean_and_error, trapezoid_weights
 
 RIDGE = 1e-3  # of a feature's own power
@@ -34,14 +34,16 @@ def fit_conditions(moments: Moments, pooled_fit: Calibration) -> OfConditions | 
     sums, after = moments.conditions.to("cpu"), moments.to("cpu").at_levels(keep).pooled()
     used = (after.rows[0] > 0).any(1)
     after = after.used().corrected(correction)
+    if int((after.rows[0] > 0).sum(0).min()) < FEWEST_FOLDS:
+        return None
     parts = [part[used][:, keep] for part in (sums.total, sums.gram, sums.sums)]
     problem = _Regression.of(after, correction, sums.bands, *parts)
     linear, more = sums.projection.linear, sums.projection.count
     tries = [problem.solved(linear), *([problem.solved(more)] if more > linear else [])]
     best, projection = tries[0], sums.projection.only_linear()
     if len(tries) > 1:
-        better = Number.of(*problem.total(tries[1].by_fold - tries[0].by_fold), problem.folds)
-        if better.low > 0:
+        value, error = problem.total(tries[1].by_fold - tries[0].by_fold)
+        if Number.of(value, PAIRED_FOLDS**0.5 * error, problem.folds).low > 0:
             best, projection = tries[1], sums.projection
     if not best.maps.any():
         return None

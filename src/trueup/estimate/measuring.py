@@ -27,7 +27,6 @@ from trueup.images import Batch, Samples, open_images
 from trueup.noise import checked_seed, level_key, level_keys, normal, normals
 from trueup.process import NoiseProcess
 from trueup.progress import Progress
-from trueup.stored import digest_of
 
 IMAGES = 500
 NEEDS_LABELS = (
@@ -112,20 +111,19 @@ def measure(
     classes = tuple(int(y) for y in classes)
     if denoiser.null_label is not None and denoiser.null_label in classes:
         provenance["null_label"] = int(denoiser.null_label)
-    projection, count = _embeddings(samples) if per_embedding else (None, 0)
-    if projection is not None:
-        provenance["embedding"] = digest_of([], vars(projection).values())
+    if per_embedding:
+        provenance["per_embedding"] = True
     kinds: dict[str, Any] = {"edges": edges, "classes": classes, "provenance": provenance}
     moments = Moments.empty(process, check_levels(process, levels), denoiser.shape, **kinds)
-    if projection is not None:
-        cells = (moments.folds, moments.levels)
-        moments.conditions = Conditions.empty(projection, count, *cells, denoiser.shape)
     with Run(run) if run is not None else nullcontext() as kept:
         if kept is not None:
             moments = kept.resume(moments, samples)
             if moments.images:
                 labelled = denoiser.conditional and samples.indexed
                 _bind(denoiser, moments, samples.at(int(moments.indices[0])).y if labelled else None)
+        if per_embedding and moments.conditions is None:
+            seen = _embeddings(samples, denoiser)
+            moments.conditions = Conditions.empty(*seen, moments.folds, moments.levels, denoiser.shape)
         if not trust and not moments.images:
             check_use(denoiser, samples)
         moments = _measure(denoiser, samples, moments, kept, progress)
@@ -160,8 +158,10 @@ def classes_of(data: Any, model: Any) -> list[int]:
     return sorted(found | ({int(denoiser.null_label)} if denoiser.null_label is not None else set()))
 
 
-def _embeddings(samples: Samples) -> tuple[Projection, int]:
+def _embeddings(samples: Samples, denoiser: Denoiser) -> tuple[Projection, int]:
     """What to look at in the embeddings that come with images."""
+    if not denoiser.conditional:
+        raise DataError("the network takes no condition, so that no correction can depend on one")
     if isinstance(samples.images.source, Iterator):
         raise DataError(
             "embeddings are looked at before images are measured, and these can be read only once"

@@ -21,6 +21,7 @@ LENGTHS = (0.5, 1.2, 3.0, 8.0)  # candidate correlation lengths over lam, averag
 MOST_EVIDENCE = 200.0  # nats that the best of them can be ahead: more would make the average a choice
 CORRELATION_FLOOR = 0.1  # share of noise taken as independent between levels
 SEEN = 0.01  # standard errors: deviations below say nothing of what they correlate with
+_ROUNDS = 3  # in which weights and amplitude of several groups follow from each other
 POOL_WEIGHT = 40.0  # how many degrees of freedom the correlation pooled over bands counts for
 
 
@@ -89,14 +90,18 @@ def shrinkers(groups: Sequence[Noisy], lam: Tensor) -> list[Tensor]:
         [[effective_columns(part) for part in group.deviations] for group in groups], dtype=like.dtype
     )[..., None]  # (groups, bands, 1)
     sd = torch.stack([group.sd for group in groups])  # (groups, bands, L)
-    total = effective.sum(0)
-    # The noise that all groups together are as good as, and how far each is from it.
-    reference = (effective * sd**-4).sum(0).div(total) ** -0.25
-    better = reference / sd
+    sd, total = sd / sd.mean(0), effective.sum(0)
     in_noise = [g.gram / (g.sd[:, :, None] * g.sd[:, None, :]) for g in groups]  # in units of the noise
     # Local amplitude, equation 20: how far the mean square stands above the noise.
     above = torch.stack([torch.diagonal(part, dim1=1, dim2=2) for part in in_noise]) / columns[:, None] - 1.0
-    excess = (effective * better.square() * above).sum(0) / total
+    power, said = torch.zeros_like(sd[0]), sd.square() * above
+    for _ in range(_ROUNDS):  # each group counts for how well it knows it, equation 57
+        weight = effective / (power + sd.square()).square()
+        weight = weight / weight.sum(0)
+        power = (weight * said).sum(0).clamp_min(0.0)
+    # The noise that all groups together are as good as, and how far each is from it.
+    reference = ((weight.square() * sd**4 / effective).sum(0) * total) ** 0.25
+    better, excess = reference / sd, (weight * said).sum(0) / reference.square()
     weights = kernel_weights(lam, AMPLITUDE_WIDTH)
     common = (effective[..., None] * torch.stack(correlations)).sum(0) / total[..., None]
     spread = torch.einsum("ij,bjk,ik->bi", weights, common.square(), weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,7 +40,9 @@ class Recorder:
 
     process: a `trueup.process` or a diffusers scheduler. prediction: as for `Denoiser`, or by diffusers'
     name; without one, what the scheduler says. shape: one sample's. classes: labels whose sums are kept
-    apart, the null label among them if there is one; every update then needs `y`. half_life: calls after
+    apart, the null label among them if there is one, which `null_label` names: it is no part of the
+    correction of all. Every update then needs `y`, and `index`, or nobody can tell how many images a class
+    has, and classes get the correction of all. half_life: calls after
     which an evaluation counts half, since the weights have moved on; None: nothing is forgotten. every: of
     the calls of `observe`, one in so many evaluates the network. levels: times at which errors are known, by
     default those of `trueup.estimate.measure`. folds: groups of rows for held-out checks, 16 unless samples
@@ -63,6 +66,7 @@ class Recorder:
         shape: Sequence[int] = (3, 32, 32),
         *,
         classes: Sequence[int] = (),
+        null_label: int | None = None,
         half_life: float | None = 1000,
         every: int = 10,
         model: str = "a network in training",
@@ -75,6 +79,10 @@ class Recorder:
             )
         if not isinstance(every, int) or every < 1:
             raise TrueupError(f"every is a whole number of at least 1, not {every!r}")
+        if not isinstance(classes, (Sequence, range)):
+            raise TrueupError(f"classes are a list of labels, such as range(10), not {classes!r}")
+        if null_label is not None and null_label not in classes:
+            raise TrueupError(f"the null label {null_label} is not among the classes: add it to them")
         self._described = known = described(process, prediction, shape)
         self.half_life, self.every = half_life, every
         provenance = {
@@ -83,7 +91,9 @@ class Recorder:
             "parametrization": known.parametrization.settings(),
             "binding": _binding(classes).settings(),
             "data_range": None,
+            **({} if null_label is None else {"null_label": int(null_label)}),
         }
+        self._indexed = True  # whether every row came with the index of its image
         t = check_levels(known.process, levels)
         self._sums = Moments.empty(
             known.process, t, known.shape, classes=classes, folds=folds, provenance=provenance
@@ -174,6 +184,8 @@ class Recorder:
         self, x_t: Tensor, t: Tensor | float, output: Tensor, target: Tensor, y: Any, index: Tensor | None
     ) -> None:
         device = home(x_t.device)
+        index = None if index is None else torch.as_tensor(index)
+        self._indexed = self._indexed and index is not None
         if index is not None and index.shape != (len(x_t),):
             raise TrueupError(f"index is {tuple(index.shape)}, expected one for each of the {len(x_t)} rows")
         with torch.autocast(x_t.device.type, enabled=False):
@@ -232,7 +244,9 @@ class Recorder:
             raise TrueupError("nothing was recorded yet: call update() or observe() first")
         moments = moments.at_levels(seen)
         made = {"steps": self.steps, "rows": self.rows, "half_life": self.half_life}
-        provenance = {**moments.provenance, "recorded": made}
+        provenance = {**moments.provenance, "recorded": made, "indexed": self._indexed}
+        if self.classes and not self._indexed:
+            warnings.warn("without `index` nobody can tell how many images a class has", stacklevel=2)
         if network is not None:
             provenance |= self._identity(network)
         return fit(replace(moments, provenance=provenance), family=family, estimator=estimator)
@@ -242,7 +256,10 @@ class Recorder:
 
         It takes a fit, a second or so for CIFAR-10: ask now and then, not every step.
         """
-        return self.calibration().uncalibration if self.rows else Number(math.nan)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of classes, which are no part of it
+            known = self.rows > 0 and bool(self._sums.rows.any())
+            return self.calibration().uncalibration if known else Number(math.nan)
 
     def log(self, prefix: str = "uncalibration") -> dict[str, float]:
         """The same as plain floats for TensorBoard or W&B; empty while there is too little to tell."""
@@ -265,6 +282,10 @@ class Recorder:
         if denoiser.shape != self.shape or not denoiser.process.agrees_with(known.process):
             raise ModelError("this network is of another shape or noise process than what was recorded")
         found = denoiser.binding(torch.tensor(self.classes[:1]) if self.classes else None)
+        null = denoiser.null_label
+        ours = self._sums.provenance.get("null_label")
+        if null is not None and self.classes and ours != null:
+            raise ModelError(f"this network's null label is {null}: say so to the recorder (null_label=)")
         return {
             "weights": denoiser.fingerprint(),
             "binding": None if found is None else found.settings(),
@@ -278,6 +299,7 @@ class Recorder:
             "sums": {name: getattr(self._sums, name).clone() for name in SUMS},
             "strays": self._strays.clone(),
             "counters": {"steps": self.steps, "rows": self.rows, "weight": self._weight},
+            "indexed": self._indexed,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -286,7 +308,7 @@ class Recorder:
             settings, sums, counters = state["model"], dict(state["sums"]), state["counters"]
             self._check_same(settings)
             found = {name: sums[name].to(getattr(self._sums, name), copy=True) for name in SUMS}
-            strays = state["strays"].to(self._strays, copy=True)
+            strays, indexed = state["strays"].to(self._strays, copy=True), bool(state["indexed"])
             steps, rows, weight = int(counters["steps"]), int(counters["rows"]), float(counters["weight"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise MismatchError(f"this is not the state of a recorder: {error!r}") from None
@@ -294,7 +316,7 @@ class Recorder:
         if wrong:
             raise MismatchError(f"the sums of this state are of another size ({wrong[0]})")
         self._sums, self._strays = replace(self._sums, **found), strays
-        self.steps, self.rows, self._weight = steps, rows, weight
+        self.steps, self.rows, self._weight, self._indexed = steps, rows, weight, indexed
 
     def merge(self, other: Recorder) -> Recorder:
         """A recorder of both, such as two ranks'; neither changes. Rows of both must not be the same ones."""
@@ -303,6 +325,7 @@ class Recorder:
         ours._sums = ours._sums + theirs._sums
         ours._strays = ours._strays + theirs._strays.to(ours._strays)
         ours.steps, ours.rows = max(self.steps, other.steps), self.rows + other.rows
+        ours._indexed = self._indexed and other._indexed
         return ours
 
     def all_reduce(self, group: Any = None) -> Recorder:
@@ -324,6 +347,7 @@ class Recorder:
             "prediction": sums.provenance["parametrization"],
             "shape": list(sums.shape),
             "classes": list(sums.classes),
+            "null_label": sums.provenance.get("null_label"),
             "levels": sums.t.tolist(),
             "folds": sums.folds,
         }

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trueup.denoiser import Denoiser
+from trueup.denoiser import Denoiser, prediction
 from trueup.errors import DataError, ModelError, TrueupError
 from trueup.hf.loading import config_of
 from trueup.hf.schedules import PREDICTIONS, schedule
@@ -72,14 +72,14 @@ class Reader:
 
     def read(self, x_t: Tensor, t: Tensor | float, output: Any, target: Tensor, y: Tensor | None) -> Rows:
         """Rows of a batch; what is wrong in values that are on a device is counted, not looked at."""
-        x_t, output, target = (v.detach() for v in (x_t, output, target))
+        x_t, output, target = (v.detach() for v in (x_t, prediction(output), target))
         count, device = len(x_t), home(x_t.device)
         output = self._checked(x_t, output, target)
         times = self._times(t, count)
         table, lam, classes = self._on(device)
         times = times.to(device, torch.float64, non_blocking=True)
         process = self.model.process
-        inside = (times >= self.ends[0]) & (times <= self.ends[1])
+        inside = self._inside(times)
         known = (times >= process.t_min) & (times <= process.t_max)
         if table is not None:
             columns = table[:, times.nan_to_num().clamp(process.t_min, process.t_max).round().long()]
@@ -115,10 +115,14 @@ class Reader:
         times = torch.as_tensor(t).detach()
         if times.numel() not in (1, count) or times.ndim > 1:
             raise DataError(f"t is {tuple(times.shape)}, expected a time for each of the {count} rows")
-        low, high = self.ends
-        if times.device.type == "cpu" and not ((times >= low) & (times <= high)).all():
+        if times.device.type == "cpu" and not self._inside(times).all():
             self.refuse(torch.tensor([1, 0]))
         return times.expand(count)
+
+    def _inside(self, times: Tensor) -> Tensor:
+        """Whether each is a time of the process."""
+        inside = (times >= self.ends[0]) & (times <= self.ends[1])
+        return inside & (times == times.round()) if self.model.process.integer_times else inside
 
     def _position(self, y: Tensor | None, count: int, classes: Tensor) -> tuple[Tensor | None, Tensor]:
         """The place of each label among the classes, and whether it has one."""
@@ -145,8 +149,9 @@ class Reader:
         if outside:
             process = self.model.process
             raise ModelError(
-                f"t goes beyond {process.t_min:g} to {process.t_max:g}, the times of this process: is it "
-                "the one that training draws from?"
+                f"t goes beyond {process.t_min:g} to {process.t_max:g}, the "
+                f"{'whole timesteps' if process.integer_times else 'times'} of this process: is it the one "
+                "that training draws from?"
             )
         if unknown:
             named = ", ".join(map(str, self.classes[:8])) + (", ..." if len(self.classes) > 8 else "")
