@@ -66,36 +66,32 @@ class Correction:
         """Another's levels in the place of its own, (L,) true for each of them."""
         if where.all():
             return other
-        both = where[1:] & where[:-1]  # neighbours that are both the other's
-        beside = (where.nonzero().flatten().diff() == 1) if where.any() else where[:0]
+        both, beside = where[1:] & where[:-1], where.nonzero().flatten().diff() == 1  # neighbours in each
 
-        def mixed(own: Tensor | None, theirs: Tensor | None, like: Tensor) -> Tensor:
-            made = torch.zeros_like(like) if own is None else own.clone()
-            made[where] = 0.0 if theirs is None else theirs
+        def at(own: Tensor, theirs: Tensor) -> Tensor:
+            made = own.clone()
+            made[where] = theirs
             return made
 
-        def between(own: Tensor | None, theirs: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-            made = torch.ones(shape, dtype=torch.float64) if own is None else own.clone()
-            made[..., both, :] = 1.0 if theirs is None else theirs[..., beside, :]
+        def between(own: Tensor, theirs: Tensor) -> Tensor:
+            made = own.clone()
+            made[..., both, :] = theirs[..., beside, :]
             return made
 
-        parts = {n: mixed(getattr(self, n), getattr(other, n), getattr(self, n)) for n in ("b", "a", "d")}
-        shape = (len(self.lam) - 1, self.bands.count)
-        support, innovation = between(self.support, other.support, shape), None
-        ours, theirs = self.innovation, other.innovation
-        if ours is not None or theirs is not None:
-            none = Innovation(torch.zeros_like(self.a[:0]), torch.zeros_like(self.b[:0]))
-            rho, mean = (
-                mixed(
-                    None if ours is None else getattr(ours, n),
-                    None if theirs is None else getattr(theirs, n),
-                    like,
-                )
-                for n, like in (("rho", self.a), ("mean", self.b))
-            )
-            changed = between((ours or none).support, (theirs or none).support, (len(CHANGED), *shape))
-            innovation = Innovation(rho, mean, changed)
-        return Correction(self.lam, **parts, bands=self.bands, support=support, innovation=innovation)
+        b, a, d = (at(getattr(self, name), getattr(other, name)) for name in ("b", "a", "d"))
+        (support, ours), (their_support, theirs) = self._filled(), other._filled()
+        changed = between(ours.support, theirs.support)  # type: ignore[arg-type]
+        innovation = Innovation(at(ours.rho, theirs.rho), at(ours.mean, theirs.mean), changed)
+        return Correction(self.lam, b, a, d, self.bands, between(support, their_support), innovation)
+
+    def _filled(self) -> tuple[Tensor, Innovation]:
+        """Support and innovation, where there are none those that say nothing."""
+        support = self.support
+        if support is None:
+            support = torch.ones(len(self.lam) - 1, self.bands.count, dtype=torch.float64)
+        found = self.innovation or Innovation(torch.zeros_like(self.a), torch.zeros_like(self.b))
+        of_forms = support.expand(len(CHANGED), -1, -1) if found.support is None else found.support
+        return support, replace(found, support=of_forms)
 
     def then(self, after: Correction) -> Correction:
         """This correction, and then another of what it made, as one."""
