@@ -123,7 +123,8 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(made, tmp_path, monkeypatc
     assert not out.exists()
     assert trueup_command(*command, "-o", out).returncode == 0
     assert out.read_bytes() == whole.read_bytes()
-    again = trueup_command(*(part for part in command if part != "--per-class"), "-o", out, "--force")
+    out.unlink()
+    again = trueup_command(*(part for part in command if part != "--per-class"), "-o", out)
     refused(again, "was begun with another", "set of classes", "new run directory")
 
 
