@@ -10,7 +10,7 @@ import trueup
 from trueup.calibration.conditions import FAR, Projection
 from trueup.errors import ArtifactError, AttachError, DataError, TrueupError
 from trueup.estimate import Moments, fit, measure
-from trueup.estimate.conditions import COEFFICIENTS, FEATURES, FEWEST, keys, see
+from trueup.estimate.conditions import COEFFICIENTS, FEATURES, FEWEST, Conditions, keys, see
 from trueup.files import load_as, save_tensors
 from trueup.process import DiscreteVP
 
@@ -311,3 +311,27 @@ def test_a_small_file_does_not_ask_for_much_memory(linear, tmp_path):
         save_tensors(tmp_path / "d.safetensors", "a calibration", large, tensors)
         with pytest.raises(ArtifactError, match="features of embeddings make no sense"):
             trueup.load(tmp_path / "d.safetensors")
+
+
+def test_weights_edges_and_decay_reach_the_features(linear):
+    """Rows that count twice are rows that came twice, and bands may be others."""
+    x, c = drawn(24, 4)
+    rows = torch.arange(24)
+    projection, count = see([drawn(200, 1)[1]])
+
+    def summed(*weights, edges=(0.5, 2.5, 4.5)):
+        made = Moments.empty(VP, LEVELS[::3], SHAPE, edges=edges)
+        cells = (made.folds, made.levels)
+        made.conditions = Conditions.empty(projection, count, cells, SHAPE[0], made.bands)
+        for weight in weights:
+            made.add(rows % made.levels, rows, x, 0.5 * x, 2 * x, y=c, weight=weight)
+        return made
+
+    once, twice, double = summed(1.0), summed(1.0, 1.0), summed(2.0)
+    for name in ("total", "gram", "sums"):
+        one, two, weighted = (getattr(part.conditions, name) for part in (once, twice, double))
+        assert torch.allclose(weighted, two)
+        assert not torch.allclose(weighted, one)
+    double.decay(0.5)
+    for name in ("total", "gram", "sums"):
+        assert torch.allclose(getattr(double.conditions, name), getattr(once.conditions, name))

@@ -84,12 +84,16 @@ def pack_calibration(calibration: Any) -> tuple[dict[str, Any], dict[str, Tensor
 def _pack_correction(correction: Correction) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A correction as metadata, which bands its maps are kept in, and tensors."""
     kept, b = stored.packed(correction.b, correction.bands)
-    tensors = {"b": b, "a": correction.a, "d": correction.d, "support": _support(correction)}
+    tensors = {"b": b, "a": correction.a, "d": correction.d, "support": correction.filled()[0]}
     of_innovation: list[int] = []
     innovation = _innovation(correction)
     if innovation is not None:
         of_innovation, mean = stored.packed(innovation.mean, correction.bands)
-        tensors |= {"rho": innovation.rho, "innovation": mean, "changed_support": _changed(correction)}
+        tensors |= {
+            "rho": innovation.rho,
+            "innovation": mean,
+            "changed_support": correction.filled()[1],
+        }
     return {"kept_bands": kept, "innovation_bands": of_innovation}, tensors
 
 
@@ -145,28 +149,15 @@ def identity_of(
 
 
 def _parts(correction: Correction) -> list[Tensor]:
-    parts = [correction.lam, correction.b, correction.a, correction.d, _support(correction)]
+    support, changed, _ = correction.filled()
+    parts = [correction.lam, correction.b, correction.a, correction.d, support]
     innovation = _innovation(correction)
-    return parts + ([] if innovation is None else [innovation.rho, innovation.mean, _changed(correction)])
+    return parts + ([] if innovation is None else [innovation.rho, innovation.mean, changed])
 
 
 def _innovation(correction: Correction) -> Innovation | None:
     """What the gains on output multiply, where there are any in single precision."""
     return correction.innovation if correction.a.float().any() else None
-
-
-def _support(correction: Correction) -> Tensor:
-    """How far neighbouring levels agree, (L - 1, bands)."""
-    if correction.support is not None:
-        return correction.support
-    return torch.ones(len(correction.lam) - 1, correction.bands.count, dtype=torch.float64)
-
-
-def _changed(correction: Correction) -> Tensor:
-    """The same with changed gains, (2, L - 1, bands)."""
-    if correction.innovation is not None and correction.innovation.support is not None:
-        return correction.innovation.support
-    return _support(correction).expand(len(CHANGED), -1, -1)
 
 
 def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:

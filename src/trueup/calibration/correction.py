@@ -79,19 +79,19 @@ class Correction:
             return made
 
         b, a, d = (at(getattr(self, name), getattr(other, name)) for name in ("b", "a", "d"))
-        (support, ours), (their_support, theirs) = self._filled(), other._filled()
-        changed = between(ours.support, theirs.support)  # type: ignore[arg-type]
-        innovation = Innovation(at(ours.rho, theirs.rho), at(ours.mean, theirs.mean), changed)
+        (support, changed, ours), (their_support, their_changed, theirs) = self.filled(), other.filled()
+        innovation = Innovation(at(ours.rho, theirs.rho), at(ours.mean, theirs.mean))
+        innovation.support = between(changed, their_changed)
         return Correction(self.lam, b, a, d, self.bands, between(support, their_support), innovation)
 
-    def _filled(self) -> tuple[Tensor, Innovation]:
-        """Support and innovation, where there are none those that say nothing."""
+    def filled(self) -> tuple[Tensor, Tensor, Innovation]:
+        """Support, that of the CHANGED forms, and innovation; where there is none, one that says nothing."""
         support = self.support
         if support is None:
             support = torch.ones(len(self.lam) - 1, self.bands.count, dtype=torch.float64)
         found = self.innovation or Innovation(torch.zeros_like(self.a), torch.zeros_like(self.b))
         of_forms = support.expand(len(CHANGED), -1, -1) if found.support is None else found.support
-        return support, replace(found, support=of_forms)
+        return support, of_forms, found
 
     def then(self, after: Correction) -> Correction:
         """This correction, and then another of what it made, as one."""

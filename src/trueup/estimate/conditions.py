@@ -41,25 +41,30 @@ class Conditions:
 
     @classmethod
     def empty(
-        cls, projection: Projection, conditions: int, folds: int, levels: int, shape: tuple[int, ...]
+        cls, projection: Projection, conditions: int, cells: tuple[int, int], channels: int, bands: Bands
     ) -> Conditions:
-        """No evaluations yet."""
-        bands = Bands(shape[1:])
+        """No evaluations yet, of so many folds and levels."""
         low = max(1, int((bands.sizes.cumsum(0) <= COEFFICIENTS).sum()))
         kept, q = int(bands.sizes[:low].sum()), projection.count
-        sizes = ((q,), (q, q), (q, 3, shape[0], kept))
-        sums = [torch.zeros(folds, levels, *size, dtype=torch.float64) for size in sizes]
+        sizes = ((q,), (q, q), (q, 3, channels, kept))
+        sums = [torch.zeros(*cells, *size, dtype=torch.float64) for size in sizes]
         return cls(projection, low, conditions, *sums)
 
-    def add(self, cell: Tensor, c: Tensor, z: Tensor, bands: Bands) -> None:
-        """Add evaluations: cell (B,) fold and level as one number, conditions, vectors (B, 3, C, K)."""
+    def add(self, cell: Tensor, weight: Tensor, c: Tensor, z: Tensor, bands: Bands) -> None:
+        """Add evaluations: cell (B,) fold and level as one number, weight (B,), conditions, (B, 3, C, K)."""
         device = self.sums.device
         phi = self.projection.to(device, torch.float32)(c.to(device).float()).double()  # (B, Q)
         low = z[..., bands.coefficients(range(self.bands)).to(device)].double()
-        self.total.flatten(0, 1).index_add_(0, cell, phi)
-        self.gram.flatten(0, 1).index_add_(0, cell, phi[:, :, None] * phi[:, None])
+        own = weight[:, None] * phi
+        self.total.flatten(0, 1).index_add_(0, cell, own)
+        self.gram.flatten(0, 1).index_add_(0, cell, own[:, :, None] * phi[:, None])
         for q in range(phi.shape[1]):  # not all at once: that would be large
-            self.sums[:, :, q].flatten(0, 1).index_add_(0, cell, phi[:, q, None, None, None] * low)
+            self.sums[:, :, q].flatten(0, 1).index_add_(0, cell, own[:, q, None, None, None] * low)
+
+    def decay(self, factor: float) -> None:
+        """Let everything so far count `factor` times as much, in place."""
+        for sums in (self.total, self.gram, self.sums):
+            sums.mul_(factor)
 
     def to(self, device: torch.device | str) -> Conditions:
         """The same sums on another device."""

@@ -123,7 +123,8 @@ def measure(
                 _bind(denoiser, moments, samples.at(int(moments.indices[0])).y if labelled else None)
         if per_embedding and moments.conditions is None:
             seen = _embeddings(samples, denoiser)
-            moments.conditions = Conditions.empty(*seen, moments.folds, moments.levels, denoiser.shape)
+            cells = (moments.folds, moments.levels)
+            moments.conditions = Conditions.empty(*seen, cells, denoiser.shape[0], moments.bands)
         if not trust and not moments.images:
             check_use(denoiser, samples)
         moments = _measure(denoiser, samples, moments, kept, progress)

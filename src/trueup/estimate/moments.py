@@ -192,7 +192,7 @@ class Moments:
         if self.conditions is not None:
             if y is None:
                 raise TrueupError("these moments are kept by condition: every sample needs its embedding y")
-            self.conditions.add(cell, y, z, self.bands)
+            self.conditions.add(cell, w, y, z, self.bands)
 
     @full_precision()
     def add_samples(
@@ -251,6 +251,8 @@ class Moments:
             raise TrueupError(f"a decay is above 0 and at most 1, not {factor!r}")
         for name in SUMS:
             getattr(self, name).mul_(factor**2 if name == "squares" else factor)
+        if self.conditions is not None:
+            self.conditions.decay(factor)
 
     def __add__(self, other: Moments) -> Moments:
         """The moments of both sets of samples: later images, or another machine's. They must not overlap."""
