@@ -41,13 +41,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Binding:
-    """The places of x_t, t and the condition, and the network's time as scale * t + offset."""
+    """The places of x_t, t and the condition, and the network's time as scale * t + offset.
+
+    layout: how x_t and the output are arranged, see `trueup.denoiser.layout`. turned: whether a pipeline hands
+    the output on with its sign turned, as those do whose networks count time from noise to data.
+    """
 
     x: Place
     t: Place
     y: Place | None = None
     scale: float = 1.0
     offset: float = 0.0
+    layout: str | None = None
+    turned: bool = False
 
     def settings(self) -> dict[str, Any]:
         """As plain values."""
@@ -57,7 +63,9 @@ class Binding:
     def from_settings(cls, settings: Mapping[str, Any]) -> Binding:
         """From plain values."""
         x, t, y = (None if settings[n] is None else Place(**settings[n]) for n in ("x", "t", "y"))
-        return cls(x, t, y, float(settings["scale"]), float(settings["offset"]))  # type: ignore[arg-type]
+        line = float(settings["scale"]), float(settings["offset"])
+        how = settings.get("layout"), bool(settings.get("turned", False))
+        return cls(x, t, y, *line, *how)  # type: ignore[arg-type]
 
 
 def find_binding(network: nn.Module, call: Any, x_t: Tensor, times: Tensor, y: Any) -> Binding | None:
@@ -90,7 +98,7 @@ def find_binding(network: nn.Module, call: Any, x_t: Tensor, times: Tensor, y: A
         next((k for k in keys if all(_same(found.get(k), given) for found in arguments)), None)
         for given in (x_t, y)
     )
-    lines = {k: _line([found.get(k) for found in arguments], times) for k in keys if k not in (x, label)}
+    lines = {k: time_line([found.get(k) for found in arguments], times) for k in keys if k not in (x, label)}
     time = next((k for k, line in lines.items() if line is not None), None)
     if x is None or time is None:
         return None
@@ -128,7 +136,7 @@ def _same(value: Any, tensor: Any) -> bool:
     return tensors and value.shape == tensor.shape and torch.equal(value.to(tensor), tensor)
 
 
-def _line(values: list[Any], times: Tensor) -> tuple[float, float] | None:
+def time_line(values: list[Any], times: Tensor) -> tuple[float, float] | None:
     """(scale, offset) if an argument is scale * t + offset, row by row, in every call."""
     rows = []
     for value in values:

@@ -36,7 +36,9 @@ class Denoiser:
     (latents, say) and are not rescaled. conditional: whether it takes a label y per row; null_label is the
     one that stands for none. autoencoder: between latents and pictures, see `trueup.hf.Autoencoder`.
     batch_size: rows at once; found by itself, and halved when memory runs out. scheduler_config: that of the
-    diffusers scheduler the network came with; samplers of that name are set up like it.
+    diffusers scheduler the network came with; samplers of that name are set up like it. binding: where the
+    network's own call holds x_t and t, if that is known and need not be found. vocabulary: makes the numbers
+    that `call` knows of conditions that are none (prompts): `vocabulary.numbers(conditions)`.
 
     >>> from trueup.process import ContinuousVP
     >>> net = Denoiser(lambda x_t, t: x_t, ContinuousVP(), "noise", shape=(1, 8, 8))
@@ -60,6 +62,8 @@ class Denoiser:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         scheduler_config: Mapping[str, Any] | None = None,
+        binding: Binding | None = None,
+        vocabulary: Any = None,
         description: str | None = None,
     ):
         if not callable(network):
@@ -92,7 +96,8 @@ class Denoiser:
         self._at_once: int | None = None  # rows that fitted into memory
         self._whole_times: bool | None = None  # None until somebody has tried
         self._answered = False  # whether a call went through
-        self._binding: Binding | types.EllipsisType | None = ...  # not yet looked for
+        self._binding: Binding | types.EllipsisType | None = binding or ...  # not yet looked for
+        self.vocabulary = vocabulary
 
     @property
     def device(self) -> torch.device:

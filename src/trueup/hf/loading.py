@@ -51,14 +51,31 @@ def names(index: Mapping[str, Any], component: str) -> bool:
     return isinstance(entry, list) and any(entry)
 
 
-def load_network(path: Path) -> nn.Module:
-    """A network of diffusers, its weights complete and never unpickled."""
+def network_class(path: Path) -> Any:
+    """The class of a directory's network."""
     config = read_json(path / "config.json")
     diffusers = diffusers_module("loading a directory")
     cls = getattr(diffusers, str(config.get("_class_name")), None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module) and hasattr(cls, "from_pretrained")):
         named = f"{path}/config.json names {config.get('_class_name')!r}"
         raise ModelError(f"{named}, which is no network of this diffusers")
+    return cls
+
+
+def load_pipeline(path: Path) -> Any:
+    """A whole pipeline of a directory, for what its network is told; no weights are unpickled, no code is run."""
+    how = dict.fromkeys(("use_safetensors", "local_files_only"), True)
+    try:
+        return diffusers_module("loading a directory").DiffusionPipeline.from_pretrained(
+            str(path), torch_dtype=torch.float32, trust_remote_code=False, **how
+        )
+    except Exception as error:  # whatever diffusers and transformers make of a damaged directory
+        raise ModelError(f"{path} cannot be loaded: {line(error, 300)}") from error
+
+
+def load_network(path: Path) -> nn.Module:
+    """A network of diffusers, its weights complete and never unpickled."""
+    cls = network_class(path)
     files = sorted(p.name for p in path.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{path} holds no .safetensors weights (pickled .bin weights are never loaded)")

@@ -14,7 +14,9 @@ from trueup.denoiser import Denoiser, unwrapped
 from trueup.errors import Argument, ModelError
 from trueup.files import bundled
 from trueup.hf.autoencoder import Autoencoder
-from trueup.hf.loading import config_of, load_network, names, read_json
+from trueup.hf.listening import Pipeline
+from trueup.hf.loading import config_of, load_network, load_pipeline, names, network_class, read_json
+from trueup.hf.prompts import Vocabulary
 from trueup.hf.schedules import schedule
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess
@@ -43,10 +45,15 @@ def as_denoiser(
     prediction: Parametrization | str | None = None,
     model_range: tuple[float, float] | None = None,
     vae: Any = None,
+    arguments: Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
     batch_size: int | None = None,
 ) -> Denoiser:
     """A denoiser from a denoiser, a pipeline, a diffusers model with its scheduler, or a saved directory.
+
+    A pipeline whose network is told more than a label (prompts, sizes, a control image) is listened to: the
+    denoiser's labels are then prompts, or mappings of the pipeline's arguments, see `trueup.hf.prompts`.
+    arguments: more that the pipeline is called with: {"height": 512, "width": 768}, say.
 
     scheduler: a diffusers scheduler, its config, or a directory holding scheduler_config.json; `process` and
     `prediction` say the same by hand and win over it. model_range: what the network was trained on; without
@@ -54,11 +61,11 @@ def as_denoiser(
     beside it. batch_size: see `Denoiser`.
     """
     if isinstance(model, Denoiser):
-        if any(value is not None for value in (scheduler, process, prediction, model_range, vae)):
+        if any(value is not None for value in (scheduler, process, prediction, model_range, vae, arguments)):
             raise ModelError("a Denoiser already carries its process, what it predicts and its autoencoder")
         model = model.to(device) if device is not None else model
         return model.with_batch_size(batch_size)
-    network, config, autoencoder = _open(model)
+    pipe, network, config, autoencoder = _open(model)
     config = _scheduler_config(scheduler) if scheduler is not None else config
     if process is None or prediction is None:
         if config is None:
@@ -68,11 +75,23 @@ def as_denoiser(
         read_process, read_prediction = schedule(config)
         process, prediction = process or read_process, prediction or read_prediction
     settings = config_of(network)
-    if settings.get("guidance_embeds"):
-        distilled = f"{settings['_class_name']} is distilled from guided outputs (guidance_embeds)"
-        so = "they are not conditional expectations, so there is nothing to calibrate"
-        raise ModelError(f"{distilled}: {so}")
-    _check_inputs(network, settings["_class_name"])
+    for name in ("guidance_embeds", "time_cond_proj_dim"):
+        if settings.get(name):
+            distilled = f"{settings['_class_name']} is distilled from guided outputs ({name})"
+            so = "they are not conditional expectations, so there is nothing to calibrate"
+            raise ModelError(f"{distilled}: {so}")
+    if isinstance(prediction, str):
+        prediction = Parametrization(prediction, getattr(process, "sigma_data", None))
+    heard = None
+    if needs := _needs(network):
+        if pipe is None:
+            told = f"{settings['_class_name']} takes more than a sample, a time and a label ({', '.join(needs)})"
+            raise ModelError(f"{told}: pass its pipeline, or a trueup.Denoiser whose `call` passes them")
+        heard = _listened(pipe, network, arguments, device)
+        if heard.interface.binding.turned:
+            prediction = _turned(prediction)
+    elif arguments:
+        raise ModelError(f"{settings['_class_name']} is called without a pipeline, so that it takes no arguments")
     labelled = ("num_class_embeds", "num_embeds_ada_norm", "class_embed_type")
     conditional = any(settings.get(key) for key in labelled)
     autoencoder = vae if vae is not None else autoencoder
@@ -83,11 +102,14 @@ def as_denoiser(
         network,
         process,
         prediction,
-        _sample_shape(settings),
-        call=_WithLabels(network) if conditional else None,
+        _sample_shape(settings) if heard is None else heard.interface.shape,
+        call=heard or (_WithLabels(network) if conditional else None),
+        binding=None if heard is None else heard.interface.binding,
         data_range=None if latent else model_range or (-1.0, 1.0),
-        conditional=conditional,
-        null_label=settings.get("num_embeds_ada_norm"),  # DiT's has a row more than there are classes
+        conditional=conditional or heard is not None,
+        # DiT's has a row more than there are classes
+        null_label=settings.get("num_embeds_ada_norm") if heard is None else heard.null,
+        vocabulary=heard,
         autoencoder=autoencoder if latent else None,
         batch_size=batch_size,
         scheduler_config=config,
@@ -106,19 +128,29 @@ class _WithLabels:
         return self.network(x_t, t, class_labels=y)
 
 
-def _check_inputs(network: nn.Module, name: str) -> None:
-    """Refuse networks that are not called as (x_t, t), or that need what only the caller can supply."""
-    parameters = list(inspect.signature(unwrapped(network).forward).parameters.values())
-    second = parameters[1].name if len(parameters) > 1 else "missing"
-    if second not in _TIME_NAMES:
-        problem = f"cannot be called as network(x_t, t): its second argument is {second}, not the time"
-        raise ModelError(f"{name} {problem}. Wrap it in a trueup.Denoiser whose `call` knows its arguments")
-    required = {p.name for p in parameters[2:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-    needed = (required | {"encoder_hidden_states"}) - {"class_labels"}  # text is optional in name only
-    more = [p.name for p in parameters if p.name in needed]
-    if more:
-        problem = f"{name} takes more than a sample, a time and a label ({', '.join(more)})"
-        raise ModelError(f"{problem}: wrap it in a trueup.Denoiser whose `call` passes them")
+def _needs(network: nn.Module | type[nn.Module]) -> list[str]:
+    """What a network is told besides a sample, a time and a label, which only its pipeline can supply."""
+    parameters = [p for p in inspect.signature(unwrapped(network).forward).parameters.values() if p.name != "self"]
+    required = {p.name for p in parameters[1:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    needed = (required | {"encoder_hidden_states"}) - {"class_labels", *_TIME_NAMES}  # text is optional in name only
+    return [p.name for p in parameters if p.name in needed]
+
+
+def _listened(pipe: Any, network: nn.Module, arguments: Mapping[str, Any] | None, device: Any) -> Vocabulary:
+    """The conditions of a pipeline, and how its network is told of them."""
+    if getattr(pipe, "transformer_2", None) is not None:
+        raise ModelError(f"{type(pipe).__name__} has two networks: calibrate each as a trueup.Denoiser")
+    if device is not None:
+        pipe.to(device)
+    pipeline = Pipeline(pipe, network, arguments)
+    return Vocabulary(pipeline, pipeline.interface())
+
+
+def _turned(prediction: Parametrization) -> Parametrization:
+    """What a network predicts whose pipeline turns its sign before the scheduler is told."""
+    if prediction.name not in ("flow", "reversed_flow"):
+        raise ModelError(f"its pipeline turns the sign of a {prediction.name} prediction, which has no name here")
+    return Parametrization("reversed_flow" if prediction.name == "flow" else "flow")
 
 
 def _sample_shape(config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -133,17 +165,17 @@ def _sample_shape(config: Mapping[str, Any]) -> tuple[int, ...]:
     return (int(channels), *((size,) * axes if isinstance(size, int) else size))
 
 
-def _open(model: Any) -> tuple[nn.Module, dict[str, Any] | None, Any]:
-    """A network, its scheduler's config and what its autoencoder is made from, where it has them."""
+def _open(model: Any) -> tuple[Any, nn.Module, dict[str, Any] | None, Any]:
+    """A pipeline, its network, its scheduler's config and what its autoencoder is made from, where there are."""
     if isinstance(model, (str, Path)):
         return _load(bundled(model))
     if is_pipeline(model):
         found = config_of(model.scheduler) if model.scheduler is not None else None
         autoencoder = next((v for n in _AUTOENCODERS if (v := getattr(model, n, None)) is not None), None)
-        return network_of(model), found, autoencoder
+        return model, network_of(model), found, autoencoder
     config = getattr(unwrapped(model), "config", None)
     if isinstance(model, nn.Module) and isinstance(config, Mapping):
-        return model, None, None
+        return None, model, None, None
     raise ModelError(
         f"cannot read {type(model).__name__} as a diffusion model: pass a diffusers pipeline, model or "
         "directory, or wrap your network as trueup.Denoiser(network, process, prediction, shape)"
@@ -161,7 +193,7 @@ def _scheduler_config(scheduler: Any) -> dict[str, Any]:
     raise ModelError(f"cannot read a noise schedule from {type(scheduler).__name__}")
 
 
-def _load(path: Path) -> tuple[nn.Module, dict[str, Any] | None, Any]:
+def _load(path: Path) -> tuple[Any, nn.Module, dict[str, Any] | None, Any]:
     if not path.is_dir():
         expected = "what save_pretrained writes (a name on the Hub must be downloaded first)"
         raise ModelError(f"{path} is not a directory: expected {expected}")
@@ -171,7 +203,10 @@ def _load(path: Path) -> tuple[nn.Module, dict[str, Any] | None, Any]:
         if component is None:
             raise ModelError(f"{path}/model_index.json names neither a unet nor a transformer")
         # Some pipelines, the original DDPM ones among them, keep every file in one directory.
-        network = load_network(path / component if (path / component).is_dir() else path)
+        place = path / component if (path / component).is_dir() else path
+        if _needs_pipeline(place):
+            return _open(load_pipeline(path))
+        network = load_network(place)
         places = (path / "scheduler", path)
         home, wanted = path, [n for n in _AUTOENCODERS if names(index, n)]
     elif (path / "config.json").exists():
@@ -182,4 +217,9 @@ def _load(path: Path) -> tuple[nn.Module, dict[str, Any] | None, Any]:
         raise ModelError(f"{path} has neither model_index.json nor config.json: not a diffusers directory")
     found = next((p for place in places if (p := place / "scheduler_config.json").exists()), None)
     autoencoder = home / wanted[0] if wanted else None
-    return network, read_json(found) if found is not None else None, autoencoder
+    return None, network, read_json(found) if found is not None else None, autoencoder
+
+
+def _needs_pipeline(path: Path) -> bool:
+    """Whether the network of a directory is told more than a label."""
+    return bool(_needs(network_class(path)))

@@ -1,0 +1,141 @@
+"""What a pipeline's network is told, by number: prompts encoded once, and kept."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from trueup.denoiser import prediction
+from trueup.denoiser.layout import arranged, restored
+from trueup.errors import DataError
+from trueup.hf.listening import Heard, Interface, Pipeline, more_channels
+
+_AT_ONCE = 16  # conditions that a text encoder is handed together
+
+
+class _Row(NamedTuple):
+    """What one row's network, and its helper, are told."""
+
+    network: list[Tensor]
+    helper: list[Tensor]
+    channels: Tensor | None  # that come with x_t
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        return tuple(leaf.shape for leaf in (*self.network, *self.helper))
+
+
+class Vocabulary:
+    """Conditions of a pipeline: what a person says in text, as whole numbers that networks are called with.
+
+    A condition is a prompt, or the arguments of the pipeline as a mapping: {"prompt": .., "image": ..}. Its
+    number is a hash of it, the same in every process. The empty prompt is none at all, as in guidance.
+    """
+
+    def __init__(self, pipeline: Pipeline, interface: Interface):
+        self.pipeline, self.interface = pipeline, interface
+        self._said: dict[int, Mapping[str, Any]] = {}
+        self._rows: dict[int, _Row] = {}
+        negative = pipeline.arguments.get("negative_prompt") or ""
+        self.null = _number({"negative_prompt": negative} if negative else {"prompt": ""})
+        self._rows[self.null] = self._null()
+
+    def numbers(self, conditions: Sequence[Any]) -> Tensor:
+        """The numbers of conditions, (n,) int64."""
+        said = [_arguments(condition) for condition in conditions]
+        found = [_number(one) for one in said]
+        self._said.update(zip(found, said, strict=True))
+        return torch.tensor(found, dtype=torch.int64)
+
+    def words(self, number: int) -> str:
+        """What a number stands for, in words."""
+        return str(self._said.get(number, {}).get("prompt", ""))
+
+    def _null(self) -> _Row:
+        """What is told in place of a condition: heard beside one, in guidance; or the empty prompt."""
+        said = {"prompt": "a"} if "prompt" in self.pipeline.known else {}
+        positive = self._heard(*self.pipeline.listen([said])[:2])[0]
+        calls, helped, _ = self.pipeline.listen([said], guidance=2.0, stop=False)
+        first = [call for call in calls if call.step == 0], [call for call in helped if call.step == 0]
+        rows = [row for k, call in enumerate(first[0]) for row in self._heard([call], first[1][k : k + 1])]
+        if len(rows) < 2:
+            empty = {"prompt": ""} if "prompt" in self.pipeline.known else {}
+            return self._heard(*self.pipeline.listen([empty])[:2])[0]
+        return max(rows, key=lambda row: _distance(row, positive))
+
+    def _heard(self, calls: list[Heard], helped: list[Heard]) -> list[_Row]:
+        network = self.interface.network.rows(calls[0])
+        helper = self.interface.helper
+        beside = [[]] * len(network) if helper is None else helper.rows(helped[0])
+        return [_Row(*row) for row in zip(network, beside, more_channels(self.interface, calls[0]), strict=True)]
+
+    def rows(self, numbers: Sequence[int]) -> list[_Row]:
+        """What rows are told, encoded now where it was not before."""
+        new = [number for number in dict.fromkeys(numbers) if number not in self._rows]
+        unknown = next((number for number in new if number not in self._said), None)
+        if unknown is not None:
+            raise DataError(f"{unknown} is the number of no condition: pass prompts, or what `numbers` made of them")
+        for first in range(0, len(new), _AT_ONCE):
+            part = new[first : first + _AT_ONCE]
+            calls, helped, _ = self.pipeline.listen([self._said[number] for number in part])
+            self._rows.update(zip(part, self._heard(calls, helped), strict=True))
+        return [self._rows[number] for number in numbers]
+
+    def __call__(self, x_t: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        """The network's output (B, C, *spatial) for rows told what their numbers stand for."""
+        numbers = y.reshape(-1).tolist()
+        rows = self.rows(numbers)
+        groups: dict[Any, list[int]] = {}
+        for k, row in enumerate(rows):  # prompts of different lengths make tensors of different sizes
+            groups.setdefault(row.sizes, []).append(k)
+        if len(groups) == 1:
+            return self._run(x_t, t, rows)
+        parts = [self._run(x_t[own], t[own], [rows[k] for k in own]) for own in groups.values()]
+        order = torch.tensor([k for own in groups.values() for k in own], device=x_t.device)
+        return torch.cat(parts)[order.argsort()]
+
+    def _run(self, x_t: Tensor, t: Tensor, rows: Sequence[_Row]) -> Tensor:
+        interface, helper, pipe = self.interface, self.pipeline.helper, self.pipeline
+        layout = interface.binding.layout
+        channels = [row.channels for row in rows if row.channels is not None]
+        x = x_t if not channels else torch.cat([x_t, torch.cat(channels).to(x_t)], 1)
+        x = arranged(x, layout)
+        made: dict[str, Any] = {}
+        if interface.helper is not None and helper is not None:
+            arguments = interface.helper.arguments(arranged(x_t, layout), t, [row.helper for row in rows])
+            found = helper(**arguments)
+            made = {name: found[k] for name, k in interface.made.items()}
+        arguments = interface.network.arguments(x, t, [row.network for row in rows])
+        output = prediction(pipe.called(**arguments, **made))
+        return restored(output, layout, tuple(x_t.shape[2:]))
+
+
+def _arguments(condition: Any) -> dict[str, Any]:
+    if condition is None or isinstance(condition, str):
+        return {"prompt": condition or ""}
+    if isinstance(condition, Mapping) and condition and all(isinstance(name, str) for name in condition):
+        return dict(condition)
+    raise DataError(f"a condition is a prompt, or a mapping of the pipeline's arguments, not {condition!r:.60}")
+
+
+def _number(said: Mapping[str, Any]) -> int:
+    """A hash of a condition that fits a label."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(said.items()):
+        if isinstance(value, Image.Image):
+            value = np.asarray(value)
+        content = np.asarray(value).tobytes() if isinstance(value, (np.ndarray, Tensor)) else repr(value).encode()
+        digest.update(f"{name}{getattr(value, 'shape', '')}".encode() + content)
+    return int.from_bytes(digest.digest(), "little") >> 2  # labels of files are below 2^62
+
+
+def _distance(row: _Row, other: _Row) -> float:
+    """How far apart two conditions are."""
+    pairs = zip((*row.network, *row.helper), (*other.network, *other.helper), strict=True)
+    return sum(float((a.double() - b.double()).abs().sum()) if a.shape == b.shape else 1e9 for a, b in pairs)
