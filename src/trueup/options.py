@@ -285,6 +285,7 @@ def _add_model(parser: _Parser) -> None:
     trained_on = "what it was trained on (default: -1,1)"
     add("--model-range", type=typed.value_range, metavar="LOW,HIGH", help=trained_on)
     add("--vae", type=Path, metavar="DIR", help="a latent model's autoencoder (default: the one beside it)")
+    add("--size", type=typed.size, metavar="HxW", help="of the pictures of a pipeline (default: its own)")
     add("--device", choices=_DEVICES, default="auto")
     add("--batch-size", **_COUNT, help="found, and halved when memory runs out")
     parser.add_argument("--seed", type=int, default=0)
@@ -312,6 +313,8 @@ def _add_fit(parser: _Parser) -> None:
 def _add_labels(group: Any) -> None:
     words = "sample these labels in turn; 0-9 is a range"
     group.add_argument("--labels", type=typed.labels, metavar="A,B,..", help=words)
+    text = "the same for models of text: a file with a prompt a line"
+    group.add_argument("--prompts", dest="labels", type=typed.prompts, metavar="FILE", help=text)
 
 
 def _add_guidance(group: Any) -> None:

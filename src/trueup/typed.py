@@ -63,6 +63,27 @@ def labels(text: str) -> list[int]:
     return labels
 
 
+def prompts(text: str) -> list[str]:
+    """Prompts of a text file, one a line."""
+    try:
+        lines = Path(text).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        problem = "is no text in UTF-8" if isinstance(error, UnicodeDecodeError) else "cannot be read"
+        raise argparse.ArgumentTypeError(f"{text!r} {problem}: a text file with a prompt a line") from None
+    found = [line.strip() for line in lines if line.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} holds no prompt")
+    return found
+
+
+def size(text: str) -> tuple[int, int]:
+    """HEIGHTxWIDTH."""
+    if not re.fullmatch("[1-9][0-9]{0,4}x[1-9][0-9]{0,4}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not HEIGHTxWIDTH, for instance 512x768")
+    height, width = map(int, text.split("x"))
+    return height, width
+
+
 def counts(text: str) -> list[int]:
     """Whole numbers: 5,10,.."""
     return [positive(part.strip()) for part in text.split(",")]

@@ -17,6 +17,7 @@ from trueup.calibration.conditions import OfConditions, pack_conditions, unpack_
 from trueup.calibration.correction import CHANGED, GAINS, Correction, Innovation
 from trueup.calibration.evidence import Evidence, SampleEvidence
 from trueup.denoiser import Binding
+from trueup.denoiser.layout import LAYOUTS
 from trueup.errors import ArtifactError
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess, from_settings
@@ -338,4 +339,6 @@ def _check_binding(binding: dict[str, Any]) -> None:
             whole(place, "position", 0, 1000)
         if called is not None and not (isinstance(called, str) and called.isidentifier()):
             raise ArtifactError(f"the place of {name} in the network's call makes no sense")
+    if binding.get("layout") not in (None, *LAYOUTS) or not isinstance(binding.get("turned", False), bool):
+        raise ArtifactError("how the network wants a sample arranged makes no sense")
     Binding.from_settings(binding)

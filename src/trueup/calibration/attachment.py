@@ -219,6 +219,7 @@ def _check_model(model: Any, target: Any, denoiser: Denoiser | None, calibration
         problem = "this calibration was made for another noise process than the model's scheduler describes"
         raise MismatchError(problem, _ADVICE, _FORCE)
     ours, theirs = calibration.parametrization, parametrization
-    if ours != theirs:
+    turned = (calibration.provenance.get("binding") or {}).get("turned") and denoiser is None
+    if ours != theirs and not turned:  # such a pipeline tells its scheduler otherwise
         problem = f"this calibration is of a {ours.name} prediction"
         raise MismatchError(f"{problem}, the scheduler says {theirs.name}")

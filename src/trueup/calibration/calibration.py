@@ -166,7 +166,10 @@ class Calibration:
         diffusers_module("a scheduler")
         from trueup.hf.fitted import FittedScheduler
 
-        return FittedScheduler.of(solver, self.process, self.parametrization)
+        binding, predicts = self.provenance.get("binding") or {}, self.parametrization
+        if binding.get("turned"):  # the pipeline does, before the scheduler is told
+            predicts = Parametrization("flow" if predicts.name == "reversed_flow" else "reversed_flow")
+        return FittedScheduler.of(solver, self.process, predicts, binding.get("layout"))
 
     @property
     def generated(self) -> dict[str, Any] | None:

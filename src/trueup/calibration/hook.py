@@ -19,6 +19,7 @@ from trueup.calibration.calibration import Calibration
 from trueup.calibration.conditions import Projection
 from trueup.calibration.correction import interpolation_weights, level_position, refinement
 from trueup.denoiser import Binding, prediction
+from trueup.denoiser.layout import arranged, restored, spatial_of
 from trueup.errors import AttachError, MismatchError
 
 _NODES = 8192  # times at which the interpolation is tabulated; a row uses the nearest
@@ -81,22 +82,35 @@ class CorrectOutput:
         """Correct what a forward call returned."""
         if self.empty or not self.enabled:
             return raw
-        output = prediction(raw)
-        channels = self.shape[0]
+        assert self.binding is not None
+        output, x_t = self._samples(prediction(raw), args, kwargs)
+        channels, layout = self.shape[0], self.binding.layout
         if tuple(output.shape[2:]) != self.spatial or output.shape[1] not in (channels, 2 * channels):
             raise MismatchError(
                 f"the calibration was made for samples of shape {self.shape}; the network returned "
                 f"{tuple(output.shape[1:])}"
             )
-        assert self.binding is not None
-        x_t, t = self.binding.x.of(args, kwargs), self.binding.t.of(args, kwargs)
+        t = self.binding.t.of(args, kwargs)
         if (self.binding.scale, self.binding.offset) != (1.0, 0.0):
             t = (t - self.binding.offset) / self.binding.scale
         y = self._label(args, kwargs) if self.conditional else None
-        if output.shape[1] == channels:
-            return _like(raw, self.correct(output, x_t, t, y))
         mean, rest = output[:, :channels], output[:, channels:]  # a learned variance is left alone
-        return _like(raw, torch.cat([self.correct(mean, x_t, t, y), rest], 1))
+        corrected = self.correct(mean, x_t, t, y)
+        corrected = torch.cat([corrected, rest], 1) if rest.shape[1] else corrected
+        return _like(raw, arranged(corrected, layout))
+
+    def _samples(
+        self, output: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """A call's output and x_t, channels first; x_t without the channels of a condition."""
+        assert self.binding is not None
+        layout, x_t = self.binding.layout, self.binding.x.of(args, kwargs)
+        spatial = spatial_of(output, layout, self.spatial)
+        if spatial is None:
+            raise MismatchError(
+                f"{output.shape[1]} tokens are no picture with the proportions of {self.spatial}"
+            )
+        return restored(output, layout, spatial), restored(x_t, layout, spatial)[:, : self.shape[0]]
 
     def _label(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The labels of a call; a network that takes none for the null label may be called without."""

@@ -6,8 +6,6 @@ import argparse
 import sys
 from typing import Any
 
-import torch
-
 from trueup.calibration import load
 from trueup.commands import shared
 from trueup.commands.shared import given, say, show
@@ -16,7 +14,7 @@ from trueup.evaluation import build_reference, image_maker
 from trueup.evaluation import evaluate as compare
 from trueup.metrics import Reference, load_features
 from trueup.sampling import sample_batches
-from trueup.sampling.draw import choose_solver
+from trueup.sampling.draw import check_labels, choose_solver
 from trueup.sampling.store import Output
 from trueup.solvers import FITTED
 
@@ -35,8 +33,8 @@ def sample(options: argparse.Namespace) -> int:
     how = given(options, "nfe", "labels", "guidance", "seed", "progress")
     how |= {"solver": solver, "calibration": calibration}
     sample_batches(denoiser, options.samples, **how)  # or say what is wrong before there is a folder
-    y = None if options.labels is None else torch.tensor(options.labels, device=denoiser.device)
-    evaluations = solver.evaluations(options.nfe, denoiser, y)
+    y = check_labels(denoiser, options.labels, options.guidance)
+    evaluations = solver.evaluations(options.nfe, denoiser, None if y is None else y.to(denoiser.device))
     autoencoder = denoiser.autoencoder if denoiser.data_range is None else None
     settings = {
         **denoiser.identity(),

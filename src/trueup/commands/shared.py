@@ -33,6 +33,8 @@ def open_model(options: argparse.Namespace) -> Denoiser:
     """The model named on the command line."""
     logging.getLogger("diffusers").setLevel(logging.ERROR)  # it warns about what we check ourselves
     how = given(options, "scheduler", "prediction", "model_range", "vae", "batch_size")
+    if options.size is not None:
+        how["arguments"] = dict(zip(("height", "width"), options.size, strict=True))
     denoiser = as_denoiser(options.model, device=find_device(options.device), **how)
     if getattr(options, "null_label", None) is not None:
         denoiser.null_label = options.null_label

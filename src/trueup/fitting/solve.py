@@ -127,7 +127,9 @@ class Fitter:
         self.gains = "none" if calibration is None or calibration.empty else calibration.gains
         self.intervals, self.most = _intervals(numbers), max(numbers)
         self.origin = {"trajectories": trajectories, "seed": seed}
-        self.origin |= {} if labels is None else {"labels": told(labels)}
+        if labels is not None:
+            noun = "labels" if denoiser.vocabulary is None else "prompts"
+            self.origin["labels"] = told(labels if isinstance(labels, DataLabels) else self.labels, noun)
         self.bar = Progress(fit_cost(trajectories, *numbers), "fitting a solver", show=progress)
 
     def __enter__(self) -> Fitter:
@@ -290,13 +292,12 @@ def _intervals(numbers: Sequence[int]) -> int:
     return max(INTERVALS, 2 * max(numbers))
 
 
-def told(labels: Any) -> Any:
+def told(labels: Tensor, noun: str = "labels") -> Any:
     """Labels as a file states them: each of a few, or how many there were."""
-    values = torch.as_tensor(labels)
     if isinstance(labels, DataLabels):
         return "as in the data"
-    few = values.ndim < 2 and values.numel() <= _FEW
-    return values.reshape(-1).tolist() if few else f"{len(values)} labels"
+    few = labels.ndim < 2 and labels.numel() <= _FEW and noun == "labels"
+    return labels.reshape(-1).tolist() if few else f"{len(labels)} {noun}"
 
 
 def _how(better: bool, by_data: bool) -> str:

@@ -23,6 +23,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from trueup import fitted
+from trueup.denoiser.layout import LAYOUTS, arranged, restored, spatial_of
 from trueup.errors import Argument, ArtifactError, MismatchError, TrueupError
 from trueup.files import line, unpacked
 from trueup.fitted import MEMORY, FittedSolver
@@ -36,7 +37,7 @@ from trueup.stored import sample_shape
 _NEAR = 5e-3  # a time in half precision, relative
 # In a config their names begin with _: other schedulers that are made of it, as is usual, neither take what
 # is private nor print it in a warning.
-_OWN = ("process", "parametrization", "solver", "tensors")
+_OWN = ("process", "parametrization", "solver", "tensors", "layout")
 _COMMON = ("num_train_timesteps", "prediction_type", "trained_betas")
 _HIDDEN = ("_class_name", "_diffusers_version", "_name_or_path", *(f"_{name}" for name in _OWN))
 
@@ -65,15 +66,20 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
         parametrization: dict[str, Any] | None = None,
         solver: dict[str, Any] | None = None,
         tensors: str = "",
+        layout: str | None = None,
         others: dict[str, Any] | None = None,
     ):
         """From a config: trained_betas or process is the noise, solver and tensors are what steps it.
 
+        layout: how samples are arranged, see `trueup.denoiser.layout`.
         others: what schedulers that are made of this config, in its place, are to know (clipping, spacing).
         """
         if not isinstance(solver, dict) or not isinstance(parametrization, dict):
             raise TrueupError("a FittedScheduler is made by Calibration.scheduler(nfe), or loaded")
+        if layout not in (None, *LAYOUTS):
+            raise ArtifactError("how this scheduler's samples are arranged makes no sense")
         own = {"process": process, "parametrization": parametrization, "solver": solver, "tensors": tensors}
+        own["layout"], self.layout = layout, layout
         common = dict(zip(_COMMON, (num_train_timesteps, prediction_type, trained_betas), strict=True))
         more = {"clip_sample": False} if others is None else others
         self.register_to_config(**{**more, **common, **{f"_{name}": own[name] for name in _OWN}})
@@ -85,9 +91,13 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
 
     @classmethod
     def of(
-        cls, solver: FittedSolver, process: NoiseProcess, parametrization: Parametrization
+        cls,
+        solver: FittedSolver,
+        process: NoiseProcess,
+        parametrization: Parametrization,
+        layout: str | None = None,
     ) -> FittedScheduler:
-        """The scheduler that steps as a solver does."""
+        """The scheduler that steps as a solver does; parametrization: of what a pipeline hands it."""
         meta, tensors = fitted.pack(solver, "solver")
         meta = json.loads(json.dumps({**meta, "shape": solver.shape}, default=lambda v: v.tolist()))
         betas = betas_of(process) if isinstance(process, DiscreteVP) else None
@@ -100,6 +110,7 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
             parametrization=parametrization.settings(),
             solver=meta,
             tensors=_encoded(tensors),
+            layout=layout,
         )
 
     def replacing(self, scheduler: Any) -> FittedScheduler:
@@ -168,6 +179,9 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
     def _start_again(self, device: torch.device | str | None) -> None:
         whole = self.process.integer_times and bool((self.solver.t == self.solver.t.round()).all())
         self.timesteps = self.solver.t.to(torch.int64 if whole else torch.float32).to(device)
+        # As pipelines read them: of a flow the share of noise, else noise over signal.
+        solver, of_signal = self.solver, 1.0 if self.process.kind == "flow" else self.solver.alpha
+        self.sigmas = (solver.sigma / of_signal).to(torch.float32)
         self._history: list[Tensor] = []
         self._step_index: int | None = None
         self._begin_index: int | None = None
@@ -202,6 +216,10 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
         if kwargs.get("eta"):
             warnings.warn("a fitted solver adds no noise: eta is ignored", stacklevel=2)
         solver, channels = self.solver, self.solver.shape[0]
+        spatial = spatial_of(sample, self.layout, solver.shape[1:])
+        if spatial is None:
+            raise MismatchError(f"{sample.shape[1]} tokens have not the proportions of {solver.shape[1:]}")
+        sample, model_output = (restored(v, self.layout, spatial) for v in (sample, model_output))
         found = tuple(sample.shape[1:]), tuple(model_output.shape[2:])
         if found != (solver.shape, solver.shape[1:]) or model_output.shape[1] not in (channels, 2 * channels):
             shapes = f"{found[0]} and outputs of shape {tuple(model_output.shape[1:])}"
@@ -219,7 +237,7 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
             x, output = sample.to(dtype), model_output[:, :channels].to(dtype)  # the rest is a variance
             self._history.insert(0, solver.remembered(i, output, x, self.parametrization))
             del self._history[MEMORY:]
-            made = solver.step(i, x, self._history).to(sample.dtype)
+            made = arranged(solver.step(i, x, self._history).to(sample.dtype), self.layout)
         self._step_index = i + 1
         return SchedulerOutput(prev_sample=made) if return_dict else (made,)
 

@@ -30,7 +30,7 @@ from trueup.errors import ModelError
 from trueup.files import line
 
 _STEPS = 3  # enough to see a line in time
-_PICTURES = ("image", "mask_image", "control_image")  # arguments of pipelines
+PICTURES = ("image", "mask_image", "control_image")  # arguments of pipelines
 
 
 class _HeardEnoughError(Exception):
@@ -156,7 +156,7 @@ class Pipeline:
             given["negative_prompt"] = [given["negative_prompt"]] * len(conditions)
         # Blank pictures where there are none: to hear how the network is told of them.
         size = self.picture_size()[::-1]
-        for name in (name for name in _PICTURES if name in self.known and name not in given):
+        for name in (name for name in PICTURES if name in self.known and name not in given):
             given[name] = [Image.new("L" if "mask" in name else "RGB", size)] * len(conditions)
         return given
 
@@ -194,13 +194,17 @@ class Pipeline:
         name = type(self.pipe).__name__
         return ModelError(f"{name} {what}: wrap its network in a trueup.Denoiser whose `call` knows how")
 
-    def _told(self, calls: list[Heard], other: Heard, times: list[float], made: Mapping[str, int] | tuple[()]) -> Told:
+    def _told(
+        self, calls: list[Heard], other: Heard, times: list[float], made: Mapping[str, int] | tuple[()]
+    ) -> Told:
         """What a module is told, of calls with two rows and one with three."""
         heard = calls[0].arguments
         rows = torch.tensor(times, dtype=torch.float64)[:, None].expand(-1, 2)
         lines = {name: time_line([_twice(call.arguments[name]) for call in calls], rows) for name in heard}
         t = next((name for name, found in lines.items() if found is not None), None)
-        x = next((name for name, value in heard.items() if isinstance(value, Tensor) and value.ndim >= 3), None)
+        x = next(
+            (name for name, value in heard.items() if isinstance(value, Tensor) and value.ndim >= 3), None
+        )
         if t is None or x is None:
             raise self._odd(f"tells its network {', '.join(heard)}: where the time is cannot be seen")
         names = [name for name in heard if name not in (x, t, *made)]
@@ -302,7 +306,9 @@ def _made(calls: list[Heard], helped: list[Heard]) -> dict[str, int]:
     found: dict[str, int] = {}
     for name, value in arguments.items():
         leaves = pytree.tree_leaves(value)
-        same = (k for k, part in enumerate(parts) if len(part) == len(leaves) and all(map(_equal, part, leaves)))
+        same = (
+            k for k, part in enumerate(parts) if len(part) == len(leaves) and all(map(_equal, part, leaves))
+        )
         if isinstance(leaves[0] if leaves else None, Tensor) and (k := next(same, None)) is not None:
             found[name] = k
     return found

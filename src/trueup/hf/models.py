@@ -85,13 +85,17 @@ def as_denoiser(
     heard = None
     if needs := _needs(network):
         if pipe is None:
-            told = f"{settings['_class_name']} takes more than a sample, a time and a label ({', '.join(needs)})"
+            told = (
+                f"{settings['_class_name']} takes more than a sample, a time and a label ({', '.join(needs)})"
+            )
             raise ModelError(f"{told}: pass its pipeline, or a trueup.Denoiser whose `call` passes them")
         heard = _listened(pipe, network, arguments, device)
         if heard.interface.binding.turned:
             prediction = _turned(prediction)
     elif arguments:
-        raise ModelError(f"{settings['_class_name']} is called without a pipeline, so that it takes no arguments")
+        raise ModelError(
+            f"{settings['_class_name']} is called without a pipeline, so that it takes no arguments"
+        )
     labelled = ("num_class_embeds", "num_embeds_ada_norm", "class_embed_type")
     conditional = any(settings.get(key) for key in labelled)
     autoencoder = vae if vae is not None else autoencoder
@@ -130,9 +134,14 @@ class _WithLabels:
 
 def _needs(network: nn.Module | type[nn.Module]) -> list[str]:
     """What a network is told besides a sample, a time and a label, which only its pipeline can supply."""
-    parameters = [p for p in inspect.signature(unwrapped(network).forward).parameters.values() if p.name != "self"]
+    parameters = [
+        p for p in inspect.signature(unwrapped(network).forward).parameters.values() if p.name != "self"
+    ]
     required = {p.name for p in parameters[1:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-    needed = (required | {"encoder_hidden_states"}) - {"class_labels", *_TIME_NAMES}  # text is optional in name only
+    needed = (required | {"encoder_hidden_states"}) - {
+        "class_labels",
+        *_TIME_NAMES,
+    }  # text is optional in name only
     return [p.name for p in parameters if p.name in needed]
 
 
@@ -149,7 +158,9 @@ def _listened(pipe: Any, network: nn.Module, arguments: Mapping[str, Any] | None
 def _turned(prediction: Parametrization) -> Parametrization:
     """What a network predicts whose pipeline turns its sign before the scheduler is told."""
     if prediction.name not in ("flow", "reversed_flow"):
-        raise ModelError(f"its pipeline turns the sign of a {prediction.name} prediction, which has no name here")
+        raise ModelError(
+            f"its pipeline turns the sign of a {prediction.name} prediction, which has no name here"
+        )
     return Parametrization("reversed_flow" if prediction.name == "flow" else "flow")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from trueup.denoiser import prediction
 from trueup.denoiser.layout import arranged, restored
 from trueup.errors import DataError
-from trueup.hf.listening import Heard, Interface, Pipeline, more_channels
+from trueup.hf.listening import PICTURES, Heard, Interface, Pipeline, more_channels
 
 _AT_ONCE = 16  # conditions that a text encoder is handed together
 
@@ -44,11 +44,19 @@ class Vocabulary:
         self._rows: dict[int, _Row] = {}
         negative = pipeline.arguments.get("negative_prompt") or ""
         self.null = _number({"negative_prompt": negative} if negative else {"prompt": ""})
-        self._rows[self.null] = self._null()
+        blank = {"prompt": "a"} if "prompt" in pipeline.known else {}
+        self._rows[self.null] = self._null(blank)
+        self.pictures = self._needed(blank)
 
     def numbers(self, conditions: Sequence[Any]) -> Tensor:
         """The numbers of conditions, (n,) int64."""
         said = [_arguments(condition) for condition in conditions]
+        for name, one in ((name, one) for one in said for name in self.pictures):
+            if one.get(name) is None:
+                pipe, names = type(self.pipeline.pipe).__name__, ", ".join(("prompt", *self.pictures))
+                raise DataError(
+                    f"{pipe} is told of a picture: conditions are mappings with {names}, not {one!r:.60}"
+                )
         found = [_number(one) for one in said]
         self._said.update(zip(found, said, strict=True))
         return torch.tensor(found, dtype=torch.int64)
@@ -57,30 +65,57 @@ class Vocabulary:
         """What a number stands for, in words."""
         return str(self._said.get(number, {}).get("prompt", ""))
 
-    def _null(self) -> _Row:
-        """What is told in place of a condition: heard beside one, in guidance; or the empty prompt."""
-        said = {"prompt": "a"} if "prompt" in self.pipeline.known else {}
+    def nulls(self, y: Tensor) -> Tensor:
+        """What stands for no prompt beside each condition: the same for all, but for pictures that stay."""
+        if not self.pictures:
+            return torch.full_like(y, self.null)
+        found = []
+        for number in y.reshape(-1).tolist():
+            said = self._said.get(number, {})
+            null = _number({**said, "prompt": "", "null": True})
+            if null not in self._rows:
+                self._rows[null] = self._null(said)
+            found.append(null)
+        return torch.tensor(found).to(y)
+
+    def _null(self, said: Mapping[str, Any]) -> _Row:
+        """What is told in place of a condition: heard beside it, in guidance; or the empty prompt."""
         positive = self._heard(*self.pipeline.listen([said])[:2])[0]
         calls, helped, _ = self.pipeline.listen([said], guidance=2.0, stop=False)
-        first = [call for call in calls if call.step == 0], [call for call in helped if call.step == 0]
-        rows = [row for k, call in enumerate(first[0]) for row in self._heard([call], first[1][k : k + 1])]
+        first, beside = ([call for call in heard if call.step == 0] for heard in (calls, helped))
+        rows = [row for k, call in enumerate(first) for row in self._heard([call], beside[k : k + 1])]
         if len(rows) < 2:
-            empty = {"prompt": ""} if "prompt" in self.pipeline.known else {}
+            empty = {**said, "prompt": ""} if "prompt" in said else said
             return self._heard(*self.pipeline.listen([empty])[:2])[0]
         return max(rows, key=lambda row: _distance(row, positive))
+
+    def _needed(self, said: Mapping[str, Any]) -> tuple[str, ...]:
+        """Pictures that the network is told of: those with which it is told otherwise."""
+        found, size = [], self.pipeline.picture_size()[::-1]
+        before = self._heard(*self.pipeline.listen([said])[:2])[0]
+        for name in (name for name in PICTURES if name in self.pipeline.known):
+            kind = "L" if "mask" in name else "RGB"
+            white = Image.new(kind, size, 255 if kind == "L" else (255, 255, 255))
+            after = self._heard(*self.pipeline.listen([{**said, name: white}])[:2])[0]
+            found += [name] if _distance(before, after) > 0 else []
+        return tuple(found)
 
     def _heard(self, calls: list[Heard], helped: list[Heard]) -> list[_Row]:
         network = self.interface.network.rows(calls[0])
         helper = self.interface.helper
         beside = [[]] * len(network) if helper is None else helper.rows(helped[0])
-        return [_Row(*row) for row in zip(network, beside, more_channels(self.interface, calls[0]), strict=True)]
+        return [
+            _Row(*row) for row in zip(network, beside, more_channels(self.interface, calls[0]), strict=True)
+        ]
 
     def rows(self, numbers: Sequence[int]) -> list[_Row]:
         """What rows are told, encoded now where it was not before."""
         new = [number for number in dict.fromkeys(numbers) if number not in self._rows]
         unknown = next((number for number in new if number not in self._said), None)
         if unknown is not None:
-            raise DataError(f"{unknown} is the number of no condition: pass prompts, or what `numbers` made of them")
+            raise DataError(
+                f"{unknown} is the number of no condition: pass prompts, or what `numbers` made of them"
+            )
         for first in range(0, len(new), _AT_ONCE):
             part = new[first : first + _AT_ONCE]
             calls, helped, _ = self.pipeline.listen([self._said[number] for number in part])
@@ -121,7 +156,9 @@ def _arguments(condition: Any) -> dict[str, Any]:
         return {"prompt": condition or ""}
     if isinstance(condition, Mapping) and condition and all(isinstance(name, str) for name in condition):
         return dict(condition)
-    raise DataError(f"a condition is a prompt, or a mapping of the pipeline's arguments, not {condition!r:.60}")
+    raise DataError(
+        f"a condition is a prompt, or a mapping of the pipeline's arguments, not {condition!r:.60}"
+    )
 
 
 def _number(said: Mapping[str, Any]) -> int:
@@ -130,12 +167,17 @@ def _number(said: Mapping[str, Any]) -> int:
     for name, value in sorted(said.items()):
         if isinstance(value, Image.Image):
             value = np.asarray(value)
-        content = np.asarray(value).tobytes() if isinstance(value, (np.ndarray, Tensor)) else repr(value).encode()
+        content = (
+            np.asarray(value).tobytes() if isinstance(value, (np.ndarray, Tensor)) else repr(value).encode()
+        )
         digest.update(f"{name}{getattr(value, 'shape', '')}".encode() + content)
     return int.from_bytes(digest.digest(), "little") >> 2  # labels of files are below 2^62
 
 
 def _distance(row: _Row, other: _Row) -> float:
     """How far apart two conditions are."""
-    pairs = zip((*row.network, *row.helper), (*other.network, *other.helper), strict=True)
+    ours, theirs = (
+        [*one.network, *one.helper, *([] if one.channels is None else [one.channels])] for one in (row, other)
+    )
+    pairs = zip(ours, theirs, strict=True)
     return sum(float((a.double() - b.double()).abs().sum()) if a.shape == b.shape else 1e9 for a, b in pairs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from os import PathLike
 from typing import Any
@@ -141,9 +141,16 @@ def check_labels(denoiser: Denoiser, labels: Any, guidance: float = 1.0) -> Tens
             advice = "a Denoiser of one that does needs conditional=True"
             raise TrueupError(f"this network takes no labels and cannot be guided; {advice}")
         return None
+    said = denoiser.vocabulary
     if labels is None:
-        advice = "say which labels to sample as {}"
-        raise TrueupError("this network is conditional", advice, Argument("labels"))
+        noun = "labels" if said is None else "prompts"
+        advice = f"say which {noun} to sample as {{}}"
+        raise TrueupError("this network is conditional", advice, Argument(noun, said="labels"))
+    one = isinstance(labels, (str, Mapping))
+    if said is not None and not isinstance(labels, (Tensor, int)):
+        labels = said.numbers([labels] if one else list(labels))
+    elif one or (isinstance(labels, (list, tuple)) and any(isinstance(label, str) for label in labels)):
+        raise TrueupError("this network has no text encoder, so that it cannot be told prompts: pass numbers")
     try:
         values = torch.atleast_1d(torch.as_tensor(labels))
     except (TypeError, ValueError):

@@ -46,7 +46,9 @@ class Network:
         predict = self.denoiser.predict
         if self.guidance == 1.0 or y is None:
             return predict(x_t, t, y, variance=variance)
-        null = torch.as_tensor(self.denoiser.null_label).to(y).expand_as(y)
+        said = self.denoiser.vocabulary
+        null = torch.as_tensor(self.denoiser.null_label).expand_as(y) if said is None else said.nulls(y)
+        null = null.to(y)
         times, labels = t if t.ndim == 0 else torch.cat([t, t]), torch.cat([null, y])
         both = predict(torch.cat([x_t, x_t]), times, labels, variance=variance)
         unconditional, conditional = both.chunk(2)

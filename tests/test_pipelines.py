@@ -1,0 +1,187 @@
+"""Pipelines of diffusers as people have them: measured, corrected and stepped as they call their networks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from dataclasses import replace
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import trueup
+from calibrations import by_definition, make
+from matrix import TEXT
+from test_scheduler import random_solver
+from trueup.denoiser import prediction
+from trueup.denoiser.layout import restored
+from trueup.hf import as_denoiser
+from trueup.hf.models import network_of
+
+PROMPTS = ["a cat", "the red house"]
+MODELS = pytest.mark.parametrize("model", TEXT, ids=lambda model: model.name.replace(" ", "-"))
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    warnings.filterwarnings("ignore", message=".*steps_offset.*")
+
+
+@functools.lru_cache(maxsize=32)
+def opened(model):
+    """A pipeline with its denoiser."""
+    pipe = model.make()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe, as_denoiser(pipe, arguments=model.arguments)
+
+
+def conditions(model):
+    """Two of them, as arguments of the pipeline."""
+    noise = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), dtype=np.uint8)
+    pictures = [Image.fromarray(one) for one in noise]
+    mask = Image.fromarray(np.tril(np.full((16, 16), 255, dtype=np.uint8)))
+    made = {name: [mask] * 2 if "mask" in name else pictures for name in model.pictures}
+    return [{"prompt": PROMPTS[k], **{name: made[name][k] for name in made}} for k in range(2)]
+
+
+def run(model, pipe, guided=True, steps=3):
+    """The pipeline as it is run, and what reached its network and its scheduler."""
+    network, calls, stepped = network_of(pipe), [], []
+    step = pipe.scheduler.step
+
+    @functools.wraps(step)
+    def noted(model_output, timestep, sample, *args, **kwargs):
+        stepped.append((model_output.clone(), timestep, sample.clone()))
+        return step(model_output, timestep, sample, *args, **kwargs)
+
+    rows = conditions(model)
+    given = {name: [row[name] for row in rows] for name in rows[0]}
+    given |= (model.guided or {}) if guided else {"guidance_scale": 1.0}
+    given = {"image": [Image.new("RGB", (16, 16))] * 2, "strength": 1.0, **given}  # where they change nothing
+    given |= {"clean_caption": False, "use_resolution_binning": False}
+    known = inspect.signature(pipe.__call__).parameters
+    given = {name: value for name, value in given.items() if name in known}
+    hook = network.register_forward_hook(
+        lambda m, args, kwargs, output: calls.append((args, kwargs, prediction(output).clone())), with_kwargs=True
+    )
+    pipe.scheduler.step = noted
+    try:
+        made = pipe(
+            **given,
+            **model.arguments,
+            num_inference_steps=steps,
+            output_type="latent",
+            generator=torch.Generator().manual_seed(1),
+        )
+    finally:
+        hook.remove()
+        del pipe.scheduler.step
+    return made, calls, stepped
+
+
+def samples(denoiser, x):
+    """Of whatever a network or a scheduler is given: channels first."""
+    binding = denoiser.binding()
+    return restored(x, binding.layout, denoiser.shape[1:])[:, : denoiser.shape[0]]
+
+
+def close(one, other, more=0.0):
+    """To the rounding of float32 through a network."""
+    torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()) + more)
+
+
+@MODELS
+def test_the_network_is_told_what_its_pipeline_tells_it(model):
+    pipe, denoiser = opened(model)
+    _, calls, stepped = run(model, pipe, guided=False)
+    y = denoiser.vocabulary.numbers(conditions(model))
+    for (args, kwargs, output), (_, t, _) in zip(calls, stepped, strict=True):
+        x_t = samples(denoiser, denoiser.binding().x.of(args, kwargs))
+        with torch.inference_mode():
+            found = denoiser.predict(x_t, torch.as_tensor(t), y)
+        close(found, samples(denoiser, output))
+
+
+@MODELS
+def test_guiding_a_corrected_pipeline_is_guiding_corrected_halves(model):
+    pipe, denoiser = opened(model)
+    calibration = make(
+        denoiser.shape,
+        denoiser.process,
+        kind=denoiser.parametrization.name,
+        binding=denoiser.binding(),
+        network=denoiser.network,
+        gain=0.1,
+    )
+    with trueup.attach(pipe, calibration):
+        _, calls, stepped = run(model, pipe)
+    y = denoiser.vocabulary.numbers(conditions(model))
+    null = denoiser.vocabulary.nulls(y)
+    scale = next(value for value in model.guided.values() if isinstance(value, float))
+    assert len(calls) in (3, 6)  # both halves at once, or one after the other
+    for k, (output, t, _) in enumerate(stepped):
+        args, kwargs, _ = calls[k * len(calls) // 3]
+        x_t = samples(denoiser, denoiser.binding().x.of(args, kwargs))[:2]
+        bare, halves = [], []
+        for told in (null, y):
+            with torch.inference_mode():
+                bare.append(denoiser.predict(x_t, torch.as_tensor(t), told))
+            halves.append(by_definition(calibration, bare[-1], x_t, min(float(t), denoiser.process.t_max)))
+        uncorrected, guided = (of[0].double() + scale * (of[1].double() - of[0]) for of in (bare, halves))
+        sign = -1 if denoiser.binding().turned else 1
+        expected = restored(sign * output.double(), denoiser.binding().layout, denoiser.shape[1:])[:, : denoiser.shape[0]]
+        # A row is corrected as at the nearest of some thousand times.
+        close(expected.reshape_as(guided), guided, more=0.01 * float((guided - uncorrected).abs().max()))
+
+
+@MODELS
+def test_the_fitted_scheduler_steps_a_pipeline_as_our_own_loop_does(model):
+    pipe, denoiser = opened(model)
+    own, calibration = pipe.scheduler, trueup.calibration.Calibration.without_data(denoiser)
+    calibration.solvers = (random_solver(denoiser.shape, denoiser.process, nfe=3),)
+    pipe.scheduler = calibration.scheduler(nfe=3)
+    try:
+        made, _, stepped = run(model, pipe, guided=False)
+    finally:
+        pipe.scheduler = own
+    y = denoiser.vocabulary.numbers(conditions(model))
+    x, history = samples(denoiser, stepped[0][2]), []
+    solver = calibration.solver(3)
+    with torch.inference_mode():
+        for i, t in enumerate(solver.t):
+            output = denoiser.predict(x, t, y)
+            history = [solver.remembered(i, output, x, denoiser.parametrization), *history][:3]
+            x = solver.step(i, x, history)
+            if i < 2:
+                close(samples(denoiser, stepped[i + 1][2]), x)
+
+
+@MODELS
+def test_a_pipeline_is_saved_loaded_and_corrected_again(model, tmp_path):
+    pipe, denoiser = opened(model)
+    calibration = make(
+        denoiser.shape,
+        denoiser.process,
+        kind=denoiser.parametrization.name,
+        binding=denoiser.binding(),
+        network=denoiser.network,
+        gain=0.1,
+    )
+    with trueup.attach(pipe, calibration):
+        before = run(model, pipe)[2][-1][0]
+        pipe.save_pretrained(tmp_path)
+    calibration.save(tmp_path / "a.trueup.safetensors")
+    again = diffusers.DiffusionPipeline.from_pretrained(tmp_path)
+    again.set_progress_bar_config(disable=True)
+    bare = run(model, again)[2][-1][0]
+    with trueup.attach(again, tmp_path / "a.trueup.safetensors"):
+        close(run(model, again)[2][-1][0], before)
+    assert not torch.allclose(bare, before)
+    found = as_denoiser(tmp_path, arguments=model.arguments)
+    assert found.fingerprint() == denoiser.fingerprint()
+    assert found.shape == denoiser.shape
+    assert replace(found.binding()) == denoiser.binding()
