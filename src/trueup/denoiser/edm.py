@@ -1,7 +1,7 @@
 """Networks of EDM's code bases: preconditioned, told sigma, and returning denoised data.
 
-`net(x, sigma, class_labels)` of EDM (EDM, VP, VE and iDDPM preconditioning) and of EDM2 is a prediction of the
-data under noise that explodes, whatever its coefficients are inside. Labels are one-hot rows there, and zeros
+`net(x, sigma, class_labels)` of EDM (EDM, VP, VE and iDDPM preconditioning) and of EDM2 predicts the data
+under noise that explodes, whatever its coefficients are inside. Labels are one-hot rows there, and zeros
 stand for none; here they are numbers, and `label_dim`, the one after the last class, stands for none.
 """
 
