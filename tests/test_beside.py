@@ -315,9 +315,9 @@ def test_a_table_of_many_rows_is_read_in_one_pass(tmp_path):
     with (tmp_path / "t.csv").open("w") as file:
         file.write("file,text\n")
         file.writelines(f"{k:07}.png,a picture of number {k}\n" for k in reversed(range(count)))
-    start = time.perf_counter()
+    start = time.process_time()
     found = labels_beside(tmp_path, names, tmp_path / "t.csv", text=True)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 3  # 0.3 where this was written
     assert found[77] == "a picture of number 77"
 
 

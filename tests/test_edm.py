@@ -37,7 +37,7 @@ class Inside(nn.Module):
         self.means = nn.Parameter(torch.linspace(-0.4, 0.4, max(label_dim, 1)).reshape(-1, 1, 1, 1))
         self.miss = nn.Parameter(torch.zeros(channels, 1, 1))
 
-    def forward(self, x_in, c_noise, class_labels=None):
+    def forward(self, x_in, c_noise, class_labels):
         outer, sigma = self.outer[0], self.sigma(c_noise).reshape(-1, 1, 1, 1).to(x_in)
         c_skip, c_out, c_in = outer.scales(sigma)
         x = x_in / c_in
@@ -281,7 +281,13 @@ def test_an_edm2_network_is_corrected_beside_its_logvar_and_by_class():
 
 def test_the_raw_network_inside_is_edms_prediction():
     net = EDMPrecond(img_channels=1)
-    raw = trueup.Denoiser(net.model, processes.EDM(net.sigma_data), "edm", (1, 8, 8))
+    raw = trueup.Denoiser(
+        net.model,
+        processes.EDM(net.sigma_data),
+        "edm",
+        (1, 8, 8),
+        call=lambda x, t: net.model(x, t, None),
+    )
     whole = as_denoiser(net)
     x_t = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(3))
     for sigma in (0.1, 1.0, 20.0):

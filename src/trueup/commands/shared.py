@@ -86,8 +86,10 @@ def images_of(options: argparse.Namespace, denoiser: Denoiser, count: int | None
     """The images named on the command line; those that will be made to fit are mentioned, once."""
     how = given(options, "captions", "resize", "crop", "flip", "data_range", "seed", "skip_bad")
     images = Images(options.data, count=count or options.images, **how)
-    said = getattr(options, "said_fitted", False) or options.resize or options.crop
-    if not said and (size := open_images(images, denoiser).other_size()) is not None:
+    asked = getattr(options, "said_fitted", False) or options.resize or options.crop
+    look = denoiser.autoencoder is not None and not asked
+    size = open_images(images, denoiser).other_size() if look else None
+    if size is not None:
         made = f"resized by their shorter side and cropped to {size[0]}x{size[1]}"
         say(options, f"pictures of another size are {made} for the autoencoder (--resize, --crop: otherwise)")
         options.said_fitted = True

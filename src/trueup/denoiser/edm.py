@@ -45,7 +45,7 @@ def preconditioned(
         denoiser = preconditioned(net)  # trueup.calibrate(net, ...) does it by itself
 
     The raw network inside (`net.model`, EDM2's `net.unet`) sees scaled data and ln(sigma)/4; alone it is
-    `Denoiser(net.model, process.EDM(net.sigma_data), "edm", shape)`, if it takes no labels.
+    `Denoiser(net.model, process.EDM(net.sigma_data), "edm", shape, call=lambda x, t: net.model(x, t, None))`.
     """
     net = unwrapped(model)
     channels, size, classes = int(net.img_channels), int(net.img_resolution), int(net.label_dim)

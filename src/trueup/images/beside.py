@@ -56,10 +56,12 @@ def _of_table(path: Path, folder: Path, files: Sequence[str], text: bool) -> lis
     unknown = ""
     for number, row in _rows(path):
         said = row.get(name)
-        place = position.get(_relative(said, folder)) if isinstance(said, str) else None
+        if not isinstance(said, str) or not said:
+            raise DataError(f"{where}, row {number}, names no file")
+        place = position.get(said)
+        if place is None:  # spelled otherwise, perhaps
+            place = position.get(_relative(said, folder))
         if place is None:
-            if not isinstance(said, str) or not said:
-                raise DataError(f"{where}, row {number}, names no file")
             unknown = unknown or said
             continue
         if place in seen:
