@@ -2,7 +2,18 @@
 
 from trueup.denoiser.binding import Binding
 from trueup.denoiser.denoiser import Denoiser
+from trueup.denoiser.edm import is_preconditioned, preconditioned
 from trueup.denoiser.memory import in_parts
 from trueup.denoiser.network import corrections, fingerprint, prediction, unwrapped
 
-__all__ = ["Binding", "Denoiser", "corrections", "fingerprint", "in_parts", "prediction", "unwrapped"]
+__all__ = [
+    "Binding",
+    "Denoiser",
+    "corrections",
+    "fingerprint",
+    "in_parts",
+    "is_preconditioned",
+    "preconditioned",
+    "prediction",
+    "unwrapped",
+]

@@ -219,9 +219,9 @@ class Denoiser:
         return t.to(x_t.device, non_blocking=x_t.is_cuda).reshape(-1).expand(len(x_t)).clone()
 
     def _rows(self, x_t: Tensor, times: Tensor, y: Any) -> Tensor:
-        args = (times, y) if self.conditional else (times,)
+        args = (y,) if self.conditional else ()
         try:
-            output = prediction(self._call(x_t.to(self.dtype), *args))
+            output = prediction(self._tell(x_t.to(self.dtype), times, *args))
         except Exception as error:
             if isinstance(error, IndexError) and y is not None:
                 raise ModelError(
@@ -245,6 +245,11 @@ class Denoiser:
             mean = self.correction.correct(output[:, :channels], x_t, times, y)
             output = torch.cat([mean, output[:, channels:]], 1) if output.shape[1] > channels else mean
         return output
+
+    def _tell(self, x_t: Tensor, times: Tensor, *y: Any) -> Any:
+        """Call with times as the network counts them."""
+        scale, offset = self.process.told
+        return self._call(x_t, times if scale == 1.0 and not offset else scale * times + offset, *y)
 
     def takes_whole_times_only(self, y: Any = None) -> bool:
         """Whether the network tells only whole timesteps apart (an embedding table, a cast).
@@ -289,7 +294,7 @@ class Denoiser:
                 self._binding = None
             elif self._call is self.network:
                 x, t, label = (place(self.network, i) for i in range(3))
-                self._binding = Binding(x, t, label if self.conditional else None)
+                self._binding = Binding(x, t, label if self.conditional else None, *self.process.told)
             elif self.conditional and y is None:
                 return None  # for now: nobody can try without a label
             else:
@@ -305,7 +310,7 @@ class Denoiser:
         labels = torch.as_tensor(y)[[0, 0]].to(self.device) if self.conditional else None
         told = torch.stack([self._times(t, x_t, labels) for t in times.reshape(3, 2)])
         with self.evaluating(), self.bare():
-            return find_binding(self.network, self._call, x_t, told, labels)  # type: ignore[arg-type]
+            return find_binding(self.network, self._tell, x_t, told, labels)  # type: ignore[arg-type]
 
     @property
     def correction(self) -> Any:

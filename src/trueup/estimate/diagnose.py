@@ -173,9 +173,13 @@ def _hypotheses(denoiser: Denoiser, x0: Tensor) -> Iterator[_Hypothesis]:
     # Times counted backwards, from noise to data, with either sign of a flow.
     opposite = {"flow": "reversed_flow", "reversed_flow": "flow"}.get(parametrization.name)
     advice = "tell it the time that is left: Denoiser(..., call=lambda x_t, t: net(x_t, end - t))"
+    way = "from noise to data"
+    if isinstance(process, Flow):
+        way = "from data to noise" if process.reversed else way
+        advice = f"say so: Denoiser(net, process.Flow(reversed={not process.reversed}), ...)"
     for read in (parametrization, *([Parametrization(opposite)] if opposite else [])):
         told = "" if read == parametrization else f", and predicts a {read.name}"
-        mistake = ModelError(f"the network counts time from noise to data{told}", advice)
+        mistake = ModelError(f"the network counts time {way}{told}", advice)
         yield _Hypothesis(mistake, process, read, time=lambda t: process.t_min + process.t_max - t)
     if isinstance(process, DiscreteVP):
         steps = round(process.t_max) + 1

@@ -178,13 +178,19 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
 
     def _start_again(self, device: torch.device | str | None) -> None:
         whole = self.process.integer_times and bool((self.solver.t == self.solver.t.round()).all())
-        self.timesteps = self.solver.t.to(torch.int64 if whole else torch.float32).to(device)
+        self.timesteps = self._told.to(torch.int64 if whole else torch.float32).to(device)
         # As pipelines read them: of a flow the share of noise, else noise over signal.
         solver, of_signal = self.solver, 1.0 if self.process.kind == "flow" else self.solver.alpha
         self.sigmas = (solver.sigma / of_signal).to(torch.float32)
         self._history: list[Tensor] = []
         self._step_index: int | None = None
         self._begin_index: int | None = None
+
+    @property
+    def _told(self) -> Tensor:
+        """Its times as the network counts them."""
+        scale, offset = self.process.told
+        return scale * self.solver.t + offset
 
     def set_begin_index(self, begin_index: int = 0) -> None:
         """Begin with another step than the first, as from an image."""
@@ -196,7 +202,7 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
 
     def index_for_timestep(self, timestep: Any, schedule_timesteps: Any = None) -> int:
         """Which step begins at a timestep."""
-        value, t = float(timestep), self.solver.t
+        value, t = float(timestep), self._told
         index = int((t - value).abs().argmin())
         if not abs(float(t[index]) - value) <= max(_NEAR * abs(value), 1e-6):
             there = ", ".join(f"{float(time):g}" for time in t)
@@ -244,8 +250,10 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
     def add_noise(self, original_samples: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
         """x_t of samples and noise, a time per row; at its own timesteps of the levels that it steps from."""
         t = torch.as_tensor(timesteps).detach().cpu().double().reshape(-1)
-        gap, near = (t[:, None] - self.solver.t).abs().min(1)
+        gap, near = (t[:, None] - self._told).abs().min(1)
         own = gap <= 1e-6 * t.abs().clamp_min(1e-3)
+        scale, offset = self.process.told
+        t = (t - offset) / scale
         wide = (-1, *[1] * (original_samples.ndim - 1))
         alpha = torch.where(own, self.solver.alpha[near], self.process.alpha(t)).reshape(wide)
         sigma = torch.where(own, self.solver.sigma[near], self.process.sigma(t)).reshape(wide)

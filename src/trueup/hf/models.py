@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trueup.denoiser import Denoiser, unwrapped
+from trueup.denoiser import Denoiser, is_preconditioned, preconditioned, unwrapped
 from trueup.errors import Argument, ModelError
 from trueup.files import bundled
 from trueup.hf.autoencoder import Autoencoder
@@ -58,13 +58,16 @@ def as_denoiser(
     scheduler: a diffusers scheduler, its config, or a directory holding scheduler_config.json; `process` and
     `prediction` say the same by hand and win over it. model_range: what the network was trained on; without
     it -1..1, and latents are taken as they are. vae: the autoencoder of a latent model, where it does not lie
-    beside it. batch_size: see `Denoiser`.
+    beside it. batch_size: see `Denoiser`. A preconditioned network of EDM's code bases needs no scheduler.
     """
     if isinstance(model, Denoiser):
         if any(value is not None for value in (scheduler, process, prediction, model_range, vae, arguments)):
             raise ModelError("a Denoiser already carries its process, what it predicts and its autoencoder")
         model = model.to(device) if device is not None else model
         return model.with_batch_size(batch_size)
+    if is_preconditioned(model) and scheduler is None and process is None and prediction is None:
+        vae = vae if vae is None or isinstance(vae, Autoencoder) else Autoencoder(vae, device)
+        return preconditioned(model, model_range, vae, device=device, batch_size=batch_size)
     pipe, network, config, autoencoder = _open(model)
     config = _scheduler_config(scheduler) if scheduler is not None else config
     if process is None or prediction is None:

@@ -60,7 +60,7 @@ def _schedule(name: str, config: Mapping[str, Any]) -> tuple[processes.NoiseProc
         return (processes.from_settings(settings) if settings else _discrete(config, steps)), ours
     if name.startswith("FlowMatch"):
         if config.get("invert_sigmas"):
-            by_hand = 'process.Flow(), "reversed_flow", shape, call=lambda x_t, t: net(x_t, 1 - t)'
+            by_hand = 'process.Flow(1000.0, reversed=True), "reversed_flow", shape'
             backwards = "with invert_sigmas counts time backwards"
             raise ModelError(f"{name} {backwards}: describe it with Denoiser(net, {by_hand})")
         return processes.Flow(time_scale=float(steps)), Parametrization("flow")

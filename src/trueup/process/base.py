@@ -1,8 +1,9 @@
 """What the noise does: x_t = alpha(t) x0 + sigma(t) eps, equations 1 to 3 of docs/math.md.
 
-`t` is what the network receives. Every function takes a number or a tensor of times, fractional
-ones included, and answers in float64. A process is a subclass with a `kind` of its own: defining it makes it
-known, and everything else (calibrating, sampling with DPM-Solver, files, likelihood) works with it.
+`t` is what the network receives, unless its code counts time the other way (`told`). Every function takes a
+number or a tensor of times, fractional ones included, and answers in float64. A process is a subclass with a
+`kind` of its own: defining it makes it known, and everything else (calibrating, sampling with DPM-Solver,
+files, likelihood) works with it.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class NoiseProcess(ABC):
     integer_times: bool = False  # whether the network was trained at whole timesteps only
     # Where DPM-Solver stops, in unit time: below 15 evaluations, and else.
     ends: tuple[float, float] | None = None
+    told: tuple[float, float] = (1.0, 0.0)  # (scale, offset): the network receives scale * t + offset
     _known: dict[str, type[NoiseProcess]] = {}  # noqa: RUF012 (shared on purpose)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -14,18 +14,24 @@ from trueup.process.base import NoiseProcess, Times, as_times
 class Flow(NoiseProcess):
     """Rectified flow: x_t = (1 - s) x0 + s eps, and the network receives t = time_scale * s.
 
-    Code that counts time the other way, from noise to data, is wrapped so that it is told 1 - t:
-    `Denoiser(net, Flow(), "reversed_flow", shape, call=lambda x_t, t: net(x_t, 1 - t))`.
+    reversed: the network's time runs from noise to data, and it receives time_scale * (1 - s); here t stays
+    what it is, 0 at the data. Such code mostly predicts x0 - eps:
+    `Denoiser(net, Flow(reversed=True), "reversed_flow", shape)`.
     """
 
     kind = "flow"
 
-    def __init__(self, time_scale: float = 1.0, s_min: float = 1e-3, s_max: float = 1 - 1e-3):
+    def __init__(
+        self, time_scale: float = 1.0, s_min: float = 1e-3, s_max: float = 1 - 1e-3, reversed: bool = False
+    ):
         if not 0 < s_min < s_max < 1:
             raise ModelError("a rectified flow is calibrated inside 0 < s < 1")
         if not 0 < time_scale < math.inf:
             raise ModelError("time_scale must be positive")
-        self.time_scale, self.s_min, self.s_max = time_scale, s_min, s_max
+        if not isinstance(reversed, bool):
+            raise ModelError(f"reversed is True or False, not {reversed!r}")
+        self.time_scale, self.s_min, self.s_max, self.reversed = time_scale, s_min, s_max, reversed
+        self.told = (-1.0, float(time_scale)) if reversed else (1.0, 0.0)
         self.t_min, self.t_max = time_scale * s_min, time_scale * s_max
 
     def _s(self, t: Times) -> Tensor:

@@ -89,7 +89,7 @@ class Recorder:
             "model": model,
             "weights": {},
             "parametrization": known.parametrization.settings(),
-            "binding": _binding(classes).settings(),
+            "binding": _binding(classes, known.process.told).settings(),
             "data_range": None,
             **({} if null_label is None else {"null_label": int(null_label)}),
         }
@@ -374,10 +374,10 @@ def _copied(moments: Moments) -> Moments:
     return replace(moments, **{name: getattr(moments, name).clone() for name in SUMS})
 
 
-def _binding(classes: Sequence[int]) -> Binding:
+def _binding(classes: Sequence[int], told: tuple[float, float]) -> Binding:
     """Of a network that is called as network(x_t, t, y), as far as anybody knows."""
     x, t, y = (Place(position, None) for position in range(3))
-    return Binding(x, t, y if classes else None)
+    return Binding(x, t, y if classes else None, *told)
 
 
 def _rank() -> int:

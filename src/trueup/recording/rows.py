@@ -112,7 +112,8 @@ class Reader:
         return output
 
     def _times(self, t: Tensor | float, count: int) -> Tensor:
-        times = torch.as_tensor(t).detach()
+        times, (scale, offset) = torch.as_tensor(t).detach(), self.model.process.told
+        times = times if scale == 1.0 and not offset else (times - offset) / scale
         if times.numel() not in (1, count) or times.ndim > 1:
             raise DataError(f"t is {tuple(times.shape)}, expected a time for each of the {count} rows")
         if times.device.type == "cpu" and not self._inside(times).all():
