@@ -23,7 +23,9 @@ class Model:
     like: str  # what people have
     make: Callable[[], Any]
     arguments: dict[str, Any] = field(default_factory=dict)  # of its pipeline's call, to keep it small
-    guided: dict[str, Any] | None = field(default_factory=lambda: {"guidance_scale": 3.0})  # None: it cannot be
+    guided: dict[str, Any] | None = field(
+        default_factory=lambda: {"guidance_scale": 3.0}
+    )  # None: it cannot be
     pictures: tuple[str, ...] = ()  # that conditions have beside a prompt
     note: str = ""
 
@@ -38,7 +40,9 @@ TEXT = [
         pipelines.sd_zero_snr,
         note="at the last level, where there is no signal, nothing is corrected",
     ),
-    Model("StableDiffusionXLPipeline", "SDXL, with sizes and pooled text as added conditions", pipelines.sdxl),
+    Model(
+        "StableDiffusionXLPipeline", "SDXL, with sizes and pooled text as added conditions", pipelines.sdxl
+    ),
     Model("StableDiffusionImg2ImgPipeline", "image to image", pipelines.img2img),
     Model(
         "StableDiffusionInpaintPipeline",
@@ -82,5 +86,10 @@ TEXT = [
         pipelines.cogvideo,
         {**SMALL, "num_frames": 8, "max_sequence_length": 12},
     ),
-    Model("AnimateDiffPipeline", "video from an image model with motion modules", pipelines.animate, {"num_frames": 4}),
+    Model(
+        "AnimateDiffPipeline",
+        "video from an image model with motion modules",
+        pipelines.animate,
+        {"num_frames": 4},
+    ),
 ]

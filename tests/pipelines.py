@@ -77,22 +77,28 @@ def vae(latent: int = 4, **more):
 
 def unet(**more):
     torch.manual_seed(0)
-    settings = dict(
-        sample_size=8,
-        in_channels=4,
-        out_channels=4,
-        layers_per_block=1,
-        block_out_channels=(8, 16),
-        norm_num_groups=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=16,
-        attention_head_dim=4,
-    )
+    settings = {
+        "sample_size": 8,
+        "in_channels": 4,
+        "out_channels": 4,
+        "layers_per_block": 1,
+        "block_out_channels": (8, 16),
+        "norm_num_groups": 4,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "cross_attention_dim": 16,
+        "attention_head_dim": 4,
+    }
     return diffusers.UNet2DConditionModel(**{**settings, **more}).eval()
 
 
-SCHEDULE = dict(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, clip_sample=False)
+SCHEDULE = {
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "clip_sample": False,
+    "steps_offset": 1,
+}
 
 
 def sd(cls=None, scheduler=None, network=None, **more):
@@ -431,7 +437,7 @@ def animate():
         tokenizer=tokenizer(),
         unet=unet(),
         motion_adapter=adapter,
-        scheduler=diffusers.DDIMScheduler(**{**SCHEDULE, "steps_offset": 1}),
+        scheduler=diffusers.DDIMScheduler(**SCHEDULE),
         feature_extractor=None,
         image_encoder=None,
     )

@@ -14,13 +14,14 @@ import torch
 from PIL import Image
 
 import trueup
-from calibrations import by_definition, make
-from matrix import TEXT
 from test_scheduler import random_solver
 from trueup.denoiser import prediction
 from trueup.denoiser.layout import restored
 from trueup.hf import as_denoiser
 from trueup.hf.models import network_of
+
+from calibrations import by_definition, make
+from matrix import TEXT
 
 PROMPTS = ["a cat", "the red house"]
 MODELS = pytest.mark.parametrize("model", TEXT, ids=lambda model: model.name.replace(" ", "-"))
@@ -66,7 +67,8 @@ def run(model, pipe, guided=True, steps=3):
     known = inspect.signature(pipe.__call__).parameters
     given = {name: value for name, value in given.items() if name in known}
     hook = network.register_forward_hook(
-        lambda m, args, kwargs, output: calls.append((args, kwargs, prediction(output).clone())), with_kwargs=True
+        lambda m, args, kwargs, output: calls.append((args, kwargs, prediction(output).clone())),
+        with_kwargs=True,
     )
     pipe.scheduler.step = noted
     try:
@@ -133,7 +135,9 @@ def test_guiding_a_corrected_pipeline_is_guiding_corrected_halves(model):
             halves.append(by_definition(calibration, bare[-1], x_t, min(float(t), denoiser.process.t_max)))
         uncorrected, guided = (of[0].double() + scale * (of[1].double() - of[0]) for of in (bare, halves))
         sign = -1 if denoiser.binding().turned else 1
-        expected = restored(sign * output.double(), denoiser.binding().layout, denoiser.shape[1:])[:, : denoiser.shape[0]]
+        expected = restored(sign * output.double(), denoiser.binding().layout, denoiser.shape[1:])[
+            :, : denoiser.shape[0]
+        ]
         # A row is corrected as at the nearest of some thousand times.
         close(expected.reshape_as(guided), guided, more=0.01 * float((guided - uncorrected).abs().max()))
 
@@ -145,7 +149,7 @@ def test_the_fitted_scheduler_steps_a_pipeline_as_our_own_loop_does(model):
     calibration.solvers = (random_solver(denoiser.shape, denoiser.process, nfe=3),)
     pipe.scheduler = calibration.scheduler(nfe=3)
     try:
-        made, _, stepped = run(model, pipe, guided=False)
+        _, _, stepped = run(model, pipe, guided=False)
     finally:
         pipe.scheduler = own
     y = denoiser.vocabulary.numbers(conditions(model))

@@ -43,8 +43,8 @@ class Place:
 class Binding:
     """The places of x_t, t and the condition, and the network's time as scale * t + offset.
 
-    layout: how x_t and the output are arranged, see `trueup.denoiser.layout`. turned: whether a pipeline hands
-    the output on with its sign turned, as those do whose networks count time from noise to data.
+    layout: how x_t and the output are arranged, see `trueup.denoiser.layout`. turned: whether a pipeline
+    hands the output on with its sign turned, as those do whose networks count time from noise to data.
     """
 
     x: Place

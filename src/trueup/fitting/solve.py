@@ -127,7 +127,7 @@ class Fitter:
         self.gains = "none" if calibration is None or calibration.empty else calibration.gains
         self.intervals, self.most = _intervals(numbers), max(numbers)
         self.origin = {"trajectories": trajectories, "seed": seed}
-        if labels is not None:
+        if self.labels is not None:
             noun = "labels" if denoiser.vocabulary is None else "prompts"
             self.origin["labels"] = told(labels if isinstance(labels, DataLabels) else self.labels, noun)
         self.bar = Progress(fit_cost(trajectories, *numbers), "fitting a solver", show=progress)

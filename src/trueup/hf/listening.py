@@ -1,7 +1,7 @@
 """How a pipeline calls its network, found by listening to it.
 
-A text-to-image pipeline knows what its network has to be told: embeddings, sizes, positions, the features of a
-control image; under which names, at which scale of time. Nobody else has to: it is run for a few steps, and
+A text-to-image pipeline knows what its network has to be told: embeddings, sizes, positions, the features of
+a control image; under which names, at which scale of time. Nobody else has to: it is run for a few steps, and
 what reaches the network and the scheduler is noted. What changes from step to step is x_t and t; the rest is
 the condition.
 """
@@ -186,8 +186,8 @@ class Pipeline:
         x, raw = restored(x, layout, spatial), restored(raw, layout, spatial)
         channels = min(x.shape[1], raw.shape[1])  # x_t may come with a condition's, outputs with a variance's
         turned = self._turned(raw[:, :channels], stepped[0][0])
-        places = (place(self.network, name) for name in (network.x, network.t))
-        binding = Binding(*places, None, network.scale, network.offset, layout, turned)
+        at_x, at_t = (place(self.network, name) for name in (network.x, network.t))
+        binding = Binding(at_x, at_t, None, network.scale, network.offset, layout, turned)
         return Interface(binding, (channels, *x.shape[2:]), network, helper, made)
 
     def _odd(self, what: str) -> ModelError:
@@ -245,9 +245,9 @@ class Pipeline:
     def _turned(self, mean: Tensor, output: Tensor) -> bool:
         """Whether the scheduler is handed the output with its sign turned, its values in whatever order."""
         ours, theirs = (v.flatten().double().sort().values for v in (mean, output))
-        close = {"rtol": 1e-2, "atol": 1e-2 * float(ours.abs().max())}  # of half precision
+        close = 1e-2 * float(ours.abs().max())  # of half precision
         for turned, values in ((False, theirs), (True, -theirs.flip(0))):
-            if ours.shape == values.shape and torch.allclose(ours, values, **close):
+            if ours.shape == values.shape and torch.allclose(ours, values, rtol=1e-2, atol=close):
                 return turned
         raise self._odd("does more with its network's output than to hand it to the scheduler")
 

@@ -63,7 +63,7 @@ def network_class(path: Path) -> Any:
 
 
 def load_pipeline(path: Path) -> Any:
-    """A whole pipeline of a directory, for what its network is told; no weights are unpickled, no code is run."""
+    """A whole pipeline of a directory: no weights are unpickled, and no code of its own is run."""
     how = dict.fromkeys(("use_safetensors", "local_files_only"), True)
     try:
         return diffusers_module("loading a directory").DiffusionPipeline.from_pretrained(

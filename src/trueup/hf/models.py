@@ -180,7 +180,7 @@ def _sample_shape(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _open(model: Any) -> tuple[Any, nn.Module, dict[str, Any] | None, Any]:
-    """A pipeline, its network, its scheduler's config and what its autoencoder is made from, where there are."""
+    """A pipeline, its network, its scheduler's config, and what its autoencoder is made from; or None."""
     if isinstance(model, (str, Path)):
         return _load(bundled(model))
     if is_pipeline(model):

@@ -52,7 +52,6 @@ class Batch:
     y: Tensor | None
     digests: Tensor  # (B,) int64, of what was read
     group: Tensor | None = None  # (B,) int64 keys
-    captions: Tensor | None = None  # (B,) int64 digests of labels that are texts
 
     def __len__(self) -> int:
         return len(self.index)
@@ -64,8 +63,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """On another device; digests stay where they are."""
-        stay = ("digests", "captions")
-        parts = {name: v for name, v in vars(self).items() if v is not None and name not in stay}
+        parts = {name: v for name, v in vars(self).items() if v is not None and name != "digests"}
         return replace(self, **{name: v.to(device) for name, v in parts.items()})
 
 
@@ -74,7 +72,7 @@ def open_images(data: Any, denoiser: Denoiser, *, count: int | None = None, exac
     images = as_images(data, count)
     autoencoder = denoiser.autoencoder if denoiser.data_range is None else None
     how: dict[str, Any] = {"autoencoder": autoencoder, "exact": exact, "conditional": denoiser.conditional}
-    how["vocabulary"] = getattr(denoiser, "vocabulary", None)
+    how["vocabulary"] = denoiser.vocabulary
     if images.captions is not None and not denoiser.conditional:
         raise DataError("the network takes no condition", "leave out {}", Argument("captions"))
     return Samples(images, denoiser.shape, denoiser.data_range, **how)
@@ -276,7 +274,7 @@ class Samples:
         own, labels = [row.index for row in rows], [row.y for row in rows]
         if self._once is not None:
             self._gone.update(own)
-        y, captions = self._told(labels)
+        y = self._told(labels)
         group = None
         if self.images.groups is not None:
             group = torch.tensor([_digest(repr(_plain(row.group)).encode()) for row in rows])
@@ -284,22 +282,20 @@ class Samples:
             group = self._rank[torch.tensor(own)]
         digests = torch.tensor([row.digest for row in rows])
         index = torch.tensor(own) + self.images.offset
-        return Batch(index, self._stacked(rows), y, digests, group, captions)
+        return Batch(index, self._stacked(rows), y, digests, group)
 
-    def _told(self, labels: list[Any]) -> tuple[Tensor | None, Tensor | None]:
-        """What the network is told of each sample, and digests of the captions behind it."""
+    def _told(self, labels: list[Any]) -> Tensor | None:
+        """What the network is told of each sample."""
         texts = [label for label in labels if isinstance(label, str)]
-        if self.vocabulary is not None and all(isinstance(label, (str, NoneType)) for label in labels):
-            texts = [label or "" for label in labels]
-            return self.vocabulary.numbers(texts), torch.tensor([_digest(text.encode()) for text in texts])
+        if self.vocabulary is not None and all(isinstance(one, (str, NoneType, Mapping)) for one in labels):
+            return self.vocabulary.numbers(labels)
         if texts and self.conditional:
             problem = f"the label of a sample of {self.name} is the text {texts[0][:40]!r}"
             raise DataError(printable(f"{problem}, and this network takes class numbers"))
         try:
-            told = None if any(label is None for label in labels) else torch.as_tensor(np.asarray(labels))
+            return None if any(label is None for label in labels) else torch.as_tensor(np.asarray(labels))
         except (TypeError, ValueError):  # names, boxes: nothing a network takes as its class
-            told = None
-        return told, None
+            return None
 
     def _stacked(self, rows: list[_Row]) -> Tensor:
         """Samples, those of pictures encoded where the model takes latents."""
