@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trueup.errors import Argument, DataError, ModelError, TrueupError
-from trueup.files import bundled
+from trueup.files import bundled, is_hub_name
 from trueup.solvers import FITTED, check_evaluations
 
 # Options of `likelihood` that only one of its methods has.
@@ -37,14 +37,14 @@ def check(options: argparse.Namespace) -> None:
         elif path is not None:
             _check_output(path, name == "figure" or options.force)
     for name in ("calibration", "reference", "scheduler", "vae", "weights", "file"):
-        path = getattr(options, name, None)
-        if path is not None and not Path(path).exists():
+        path, named = getattr(options, name, None), name in ("calibration", "file")
+        if path is not None and not Path(path).exists() and not (named and is_hub_name(path)):
             raise TrueupError(f"{path} does not exist")
     if getattr(options, "data", None) is not None and not bundled(options.data).exists():
         raise DataError(f"{options.data} is not there: name a folder of images, a .npy or an .npz file")
-    if hasattr(options, "model") and not bundled(options.model).is_dir():
-        advice = "(a name on the Hub must be downloaded first)"
-        raise ModelError(f"{options.model} is not a directory that save_pretrained wrote {advice}")
+    if hasattr(options, "model") and not bundled(options.model).is_dir() and not is_hub_name(options.model):
+        wanted = "a directory that save_pretrained wrote, nor a name on the Hub (owner/name)"
+        raise ModelError(f"{options.model} is not {wanted}")
 
 
 def _listed(value: Any) -> list[Any]:
