@@ -32,7 +32,7 @@ _HOME = {
     "TrueupError": "trueup.errors",
 }
 
-# These load diffusers, so that `from trueup import *` leaves them out. It asks for the last two by name when it
+# These load diffusers, so `from trueup import *` leaves them out. It asks for the last two by name when it
 # loads a pipeline that was saved with a scheduler of ours.
 _OF_DIFFUSERS = ("Scheduler", "FittedScheduler", "SchedulerMixin")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from trueup import __version__
 from trueup.files import is_hub_name, printable
+from trueup.hf.shared import folder_of
 
 # Where it is gone, somebody has made the card theirs.
 MARK = "<!-- Written by trueup, anew whenever this is saved: delete this line to keep your changes. -->"
@@ -19,13 +20,13 @@ _LONGEST = 200
 _LIMITS = (
     "It is for these weights alone: `trueup.attach` refuses others, in half precision it knows them too.",
     "It corrects what is constant or linear per channel and frequency band; what depends on content stays.",
-    "What it lowers for certain is the denoising loss. A lower loss is not yet a better sample: "
-    "`trueup evaluate` says what became of yours.",
+    "What it lowers is the denoising loss, and a lower loss is not yet a better sample: `trueup evaluate` "
+    "says what became of yours.",
     "The files hold numbers and text. Nothing here is code, and nothing is run when it is loaded.",
 )
 _SOLVERS = (
-    "A fitted solver is for one number of evaluations and one guidance scale, and goes with the correction that "
-    "it was fitted with."
+    "A fitted solver is for one number of evaluations and one guidance scale, and goes with the correction "
+    "that it was fitted with."
 )
 
 
@@ -45,8 +46,7 @@ def card(calibration: Any, where: str | None = None, base_model: str | None = No
         _use(calibration, where or "this-directory", base_model or "my-model"),
         "## Measured",
         f"In short: {calibration.verdict()}",
-        _fenced(calibration.summary()),
-        *_samples(calibration),
+        _fenced(calibration.summary().rsplit("\nverdict:", 1)[0]),
         *_solvers(calibration),
         "## Limits",
         _listed([*_LIMITS, *([_SOLVERS] if calibration.solvers else []), *_of_generated(calibration)]),
@@ -103,24 +103,12 @@ def _use(calibration: Any, where: str, model: str) -> str:
     return _fenced("\n".join([*lines, f"images = pipe({asked}).images"]), "python")
 
 
-def _samples(calibration: Any) -> list[str]:
-    seen = calibration.samples
-    if seen is None:
-        return []
-    return [
-        "## Samples",
-        f"{seen.verdict(calibration.gains)}",
-        _fenced("\n".join(seen.lines(calibration.gains))),
-    ]
-
-
 def _solvers(calibration: Any) -> list[str]:
     if not calibration.solvers:
         return []
-    about = (
-        "Fitted to the model's own many-step limit, for few evaluations; each is a scheduler of diffusers:"
-    )
-    return ["## Solvers", about, _listed(code(solver.summary()) for solver in calibration.solvers)]
+    about = "Fitted to the model's own many-step limit, for few evaluations; each a scheduler of diffusers:"
+    said = (f"`{folder_of(solver)}`: {code(solver.summary())}" for solver in calibration.solvers)
+    return ["## Solvers", about, _listed(said)]
 
 
 def _of_generated(calibration: Any) -> list[str]:
@@ -134,7 +122,7 @@ def _provenance(calibration: Any, base_model: str | None) -> list[str]:
     weights = [
         f"{code(found)} ({code(name)})" for name, found in sorted((origin.get("weights") or {}).items())
     ]
-    images = f"{calibration.evidence.images:,} of {calibration.data_images:,} read"
+    images = f"{calibration.evidence.images:,} run through the network, {calibration.data_images:,} read"
     lines = [
         f"model: {code(origin.get('model') or 'unknown')}" + (f", {code(base_model)}" if base_model else ""),
         f"weights: {', '.join(weights) or 'none'}",

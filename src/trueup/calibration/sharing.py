@@ -13,7 +13,7 @@ from trueup.calibration.card import MARK, card
 from trueup.errors import ArtifactError, ModelError, TrueupError
 from trueup.files import is_hub_name, write
 from trueup.hf.hub import from_hub, push
-from trueup.hf.shared import CONFIG, OURS, made_for
+from trueup.hf.shared import CONFIG, OURS, folder_of, made_for
 
 NAME = "calibration.trueup.safetensors"
 _ANY = "*.trueup.safetensors"
@@ -32,6 +32,7 @@ def save_folder(
     readme = folder / "README.md"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        calibration.save(folder / NAME)  # first: what cannot be saved leaves nothing behind
         foreign = readme.exists() and MARK not in readme.read_text(encoding="utf-8", errors="replace")
         try:
             _write_schedulers(folder, calibration)
@@ -43,7 +44,6 @@ def save_folder(
         warnings.warn(f"{readme} is not one of trueup's, and is left as it is", stacklevel=3)
     else:
         write(readme, card(calibration, where, base_model).encode(), ArtifactError)
-    calibration.save(folder / NAME)
 
 
 def push_folder(
@@ -78,9 +78,8 @@ def _write_schedulers(folder: Path, calibration: Any) -> None:
     """A config for each solver, and none for others: what an earlier calibration had is removed."""
     texts = {}
     for solver in calibration.solvers:
-        guided = f"-guidance-{solver.guidance:.9g}" if solver.guidance != 1.0 else ""
         made = calibration.scheduler(solver.nfe, solver.guidance)
-        texts[folder / f"scheduler-{solver.nfe}{guided}" / CONFIG] = made.to_json_string()
+        texts[folder / folder_of(solver) / CONFIG] = made.to_json_string()
     for path, text in texts.items():
         path.parent.mkdir(exist_ok=True)
         write(path, text.encode(), ArtifactError)

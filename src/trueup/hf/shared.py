@@ -9,12 +9,18 @@ from typing import Any
 
 from trueup.errors import Argument, MismatchError, ModelError
 from trueup.files import is_hub_name
-from trueup.fitted import purpose
+from trueup.fitted import FittedSolver, purpose
 from trueup.hf.hub import from_hub
 from trueup.hf.loading import read_json
 
 CONFIG = "scheduler_config.json"
 OURS = f"scheduler-*/{CONFIG}"  # what a calibration's directory has them in
+
+
+def folder_of(solver: FittedSolver) -> str:
+    """Where in a calibration's directory the scheduler of a solver is."""
+    guided = f"-guidance-{solver.guidance:.9g}" if solver.guidance != 1.0 else ""
+    return f"scheduler-{solver.nfe}{guided}"
 
 
 def find_scheduler(
