@@ -86,11 +86,15 @@ def test_attach_takes_a_directory(tmp_path):
     unet = tiny_unet()
     cal = calibrated(diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()))
     cal.save_pretrained(tmp_path)
-    x, before = torch.randn(1, *SHAPE), None
-    with torch.no_grad(), trueup.attach(unet, cal):
-        before = unet(x, 500).sample
-    with torch.no_grad(), trueup.attach(unet, tmp_path):
-        assert torch.equal(unet(x, 500).sample, before)
+    x = torch.randn(1, *SHAPE)
+    with torch.no_grad():
+        bare = unet(x, 500).sample
+        with trueup.attach(unet, cal):
+            corrected = unet(x, 500).sample
+        with trueup.attach(unet, tmp_path):
+            found = unet(x, 500).sample
+    assert torch.allclose(found, corrected, rtol=0, atol=1e-5)  # files are float32
+    assert not torch.allclose(found, bare, rtol=0, atol=1e-3)
 
 
 def test_what_is_not_ours_stays(tmp_path):
@@ -170,6 +174,7 @@ def test_what_load_says_of_a_bad_place(tmp_path, offline, monkeypatch):
 HOSTILE = (
     "`](javascript:alert(1)) <script>alert(1)</script>",
     "x\n---\nlicense: mit\n# Trust me\n",
+    "x\n```\n\n# Trust me\n\n~~~\n</pre>",
     "``` \n</code><img src=x onerror=alert(1)>",
     "[click](https://evil.example) ![](https://evil.example/x.png) https://evil.example www.evil.example",
     "| a | b |\n|---|---|",
@@ -228,10 +233,15 @@ def test_nothing_that_a_file_says_is_marked_up(tmp_path, text):
     cal.provenance |= {"model": text, "seed": text, "weights": {text: "ab"}}
     for solver in cal.solvers:
         solver.provenance |= {"base": text, "fitted": text}
-    cal.save_pretrained(tmp_path)
-    loaded = trueup.load(tmp_path)  # what a file can hold
-    loaded.save_pretrained(tmp_path)
-    made = (tmp_path / "README.md").read_text(encoding="utf-8")
+    cal.save_pretrained(tmp_path / "first")
+    trueup.load(tmp_path / "first").save_pretrained(tmp_path / "second")  # what a file can hold
+    for folder in ("first", "second"):
+        made = (tmp_path / folder / "README.md").read_text(encoding="utf-8")
+        harmless(made, plain_tokens, plain_blocks)
+
+
+def harmless(made, plain_tokens, plain_blocks):
+    """Whether a card is built like another whose texts are plain."""
     assert ModelCard(made).data.to_dict() == ModelCard(card(with_solvers())).data.to_dict()
     tokens, blocks = tokens_of(made)
     assert [token.type for token in blocks] == [token.type for token in plain_blocks]
@@ -240,7 +250,7 @@ def test_nothing_that_a_file_says_is_marked_up(tmp_path, text):
     assert [token.content for token in tokens if token.type.startswith("html")] == [f"{MARK}\n"]
     assert headings(blocks)[1:] == headings(plain_blocks)[1:]
     assert not [token for token in tokens if token.type == "text" and "evil" in token.content]
-    assert made.isprintable() or all(line.isprintable() for line in made.split("\n"))
+    assert all(line.isprintable() for line in made.split("\n"))
 
 
 def test_a_hostile_base_model_is_refused_in_a_file_and_left_out_of_a_card(tmp_path):

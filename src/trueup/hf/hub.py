@@ -103,7 +103,7 @@ def push(
 
 def _library(name: str, error: type[TrueupError]) -> Any:
     try:
-        import huggingface_hub
+        import huggingface_hub.utils  # named: the package loads its parts when they are
     except ImportError:
         needs = f"{name} is not here, and to find it on the Hub takes huggingface_hub"
         raise error(f"{needs}: pip install 'trueup[diffusers]'") from None
