@@ -89,8 +89,7 @@ def test_a_name_is_the_directory_it_stands_for(hub, pipeline):
 def test_files_that_could_run_are_not_fetched(hub):
     more = ("unet/diffusion_pytorch_model.bin", "pipeline.py", "unet/model.pkl", "weights.ckpt", "model.pt")
     unused = ("v1-pruned.safetensors", HALF, "unet/diffusion_pytorch_model.non_ema.safetensors")
-    safety = ("safety_checker/model.safetensors", "safety_checker/config.json")
-    hub.repos["google/ddpm"] |= dict.fromkeys((*more, *unused, *safety), b"cos\nsystem\n(S'true'\ntR.")
+    hub.repos["google/ddpm"] |= dict.fromkeys((*more, *unused), b"cos\nsystem\n(S'true'\ntR.")
     texts = ("tokenizer/vocab.json", "tokenizer/merges.txt", "tokenizer_2/spiece.model")
     hub.repos["google/ddpm"] |= {name: name.encode() for name in texts}
     hub.repos["google/ddpm"]["text_encoder/model.safetensors"] = b"text"

@@ -22,6 +22,7 @@ import trueup
 from trueup.calibration.card import MARK, card
 from trueup.errors import ArtifactError, MismatchError, ModelError, TrueupError
 from trueup.estimate import fit, measure
+from trueup.hf import as_denoiser
 from trueup.process import DiscreteVP
 
 from calibrations import fitted_solver, make
@@ -225,6 +226,17 @@ def test_a_card_says_what_it_is_and_where_it_came_from():
     assert "google/" not in card(with_solvers((8, 1.0)))
 
 
+def test_the_card_of_solvers_alone_promises_no_correction():
+    cal = trueup.calibration.Calibration.without_data(
+        as_denoiser(tiny_unet(), scheduler=diffusers.DDPMScheduler())
+    )
+    cal.solvers = with_solvers((8, 1.0)).solvers
+    text = card(cal)
+    assert "attach(pipe" not in text
+    assert "Solvers for few steps, fitted by trueup to `UNet2DModel`" in text
+    assert "nfe=8" in text
+
+
 @pytest.mark.parametrize("text", HOSTILE)
 def test_nothing_that_a_file_says_is_marked_up(tmp_path, text):
     """A model's name and a solver's words, of an untrusted file, appear as text and change nothing else."""
@@ -352,7 +364,8 @@ def test_pushing_again_replaces_what_is_ours_alone(hub):
     with_solvers((5, 1.0)).push_to_hub("me/mine")
     hub.repos["me/mine"] |= {"README.md": b"# Mine", "model.safetensors": b"theirs"}
     cal = with_solvers((8, 1.0), seed=1)
-    cal.push_to_hub("me/mine")
+    with pytest.warns(UserWarning, match=r"the README.md of me/mine is not one of trueup's"):
+        cal.push_to_hub("me/mine")
     found = hub.repos["me/mine"]
     assert sorted(found) == ["README.md", FILE, "model.safetensors", "scheduler-8/scheduler_config.json"]
     assert (found["README.md"], found["model.safetensors"]) == (b"# Mine", b"theirs")

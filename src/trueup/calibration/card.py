@@ -40,8 +40,7 @@ def card(calibration: Any, where: str | None = None, base_model: str | None = No
         _front_matter(base_model),
         MARK,
         f"# A calibration of {model}",
-        f"What trueup measured of {of}: how the network misses at every noise level. Put on the model, it is "
-        "subtracted at inference, with any sampler. No weight is changed.",
+        _about(of) if calibration.measured else f"Solvers for few steps, fitted by trueup to {of}.",
         "## Use",
         _use(calibration, where or "this-directory", base_model or "my-model"),
         "## Measured",
@@ -54,6 +53,13 @@ def card(calibration: Any, where: str | None = None, base_model: str | None = No
         _listed(_provenance(calibration, base_model)),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _about(model: str) -> str:
+    measured = f"What trueup measured of {model}: how the network misses at every noise level."
+    return (
+        f"{measured} Put on the model, it is subtracted at inference, with any sampler. No weight is changed."
+    )
 
 
 def code(value: Any) -> str:

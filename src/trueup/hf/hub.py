@@ -6,6 +6,7 @@ lies in its cache needs no network.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -19,7 +20,7 @@ from trueup.files import bundled, is_hub_name, line
 # By the names that diffusers and transformers load: repositories often have whole checkpoints beside them.
 _WEIGHTS = ("*diffusion_pytorch_model*.safetensors", "*/model*.safetensors")
 _TEXTS = ("*.json", "*.txt", "*.model")
-_UNUSED = ["safety_checker/*", "*non_ema*"]
+_UNUSED = ["*non_ema*"]
 
 
 def fetched(model: str | PathLike[str], revision: str | None = None) -> Path:
@@ -91,6 +92,10 @@ def push(
                 encoding="utf-8", errors="replace"
             )
             left_out = [] if ours in readme else ["README.md"]
+        if left_out:
+            warnings.warn(
+                f"the README.md of {name} is not one of trueup's, and is left as it is", stacklevel=4
+            )
         api.upload_folder(
             repo_id=name,
             folder_path=folder,
