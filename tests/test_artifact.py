@@ -370,7 +370,7 @@ def test_file_that_is_not_there(tmp_path):
 
 
 def test_directory(tmp_path):
-    refused(tmp_path, "is a directory")
+    refused(tmp_path, "holds no calibration")
 
 
 def test_empty_file(tmp_path):

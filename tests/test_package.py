@@ -29,6 +29,12 @@ def test_using_every_name_does_not_load_diffusers():
     assert "torch" in loaded
 
 
+def test_the_name_that_is_of_diffusers_says_what_it_needs():
+    code = "import sys\nsys.modules['diffusers'] = None\nimport trueup\nfrom trueup import *\ntry:\n"
+    code += "    trueup.Scheduler\nexcept trueup.TrueupError as error:\n    print(error)"
+    assert run(code).strip() == "trueup.Scheduler needs diffusers: pip install 'trueup[diffusers]'"
+
+
 def test_help_does_not_load_torch():
     code = (
         "import sys\nfrom trueup.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
@@ -37,7 +43,8 @@ def test_help_does_not_load_torch():
 
 
 def test_the_front_door_has_a_dozen_names():
-    assert len(trueup.__all__) <= 14  # and the version
+    assert len(dir(trueup)) <= 15  # and the version
+    assert trueup.Scheduler is trueup.hf.fitted.FittedScheduler
     assert trueup.sampling.sample is trueup.sample  # the rest is one step down
 
 

@@ -83,6 +83,7 @@ def test_no_module_imports_itself_in_the_end():
     ("library", "home"),
     [
         ("diffusers", "trueup.hf."),
+        ("huggingface_hub", "trueup.hf.hub"),
         ("tqdm", "trueup.progress"),
         ("matplotlib", "trueup.figure"),
         ("triton", "trueup.calibration.fused"),

@@ -32,8 +32,9 @@ _HOME = {
     "TrueupError": "trueup.errors",
 }
 
-# diffusers asks for these by name when it loads a pipeline that was saved with a scheduler of ours.
-_FOR_DIFFUSERS = ("FittedScheduler", "SchedulerMixin")
+# These load diffusers, so `from trueup import *` leaves them out. It asks for the last two by name when it
+# loads a pipeline that was saved with a scheduler of ours.
+_OF_DIFFUSERS = ("Scheduler", "FittedScheduler", "SchedulerMixin")
 
 __all__ = ["__version__", *_HOME, "process"]
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from trueup.evaluation import evaluate as evaluate
     from trueup.fitting import calibrate as calibrate
     from trueup.fitting import fit_solver as fit_solver
+    from trueup.hf.fitted import Scheduler as Scheduler
     from trueup.images import Images as Images
     from trueup.parametrization import Parametrization as Parametrization
     from trueup.recording import Recorder as Recorder
@@ -60,7 +62,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         globals()[name] = value = getattr(import_module(_HOME[name]), name)
         return value
-    if name in _FOR_DIFFUSERS:
+    if name in _OF_DIFFUSERS:
+        import_module("trueup.hf.loading").diffusers_module(f"trueup.{name}")
         return getattr(import_module("trueup.hf.fitted"), name)
     if find_spec(f"trueup.{name}") is None:
         raise AttributeError(f"module 'trueup' has no attribute {name!r}")
@@ -68,4 +71,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "Scheduler"])

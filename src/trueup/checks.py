@@ -9,7 +9,7 @@ from typing import Any
 
 from trueup import typed
 from trueup.errors import Argument, DataError, ModelError, TrueupError
-from trueup.files import bundled
+from trueup.files import bundled, is_hub_name
 from trueup.solvers import FITTED, check_evaluations
 
 # Options of `likelihood` that only one of its methods has.
@@ -38,17 +38,17 @@ def check(options: argparse.Namespace) -> None:
         elif path is not None:
             _check_output(path, name == "figure" or options.force)
     for name in ("calibration", "reference", "scheduler", "vae", "weights", "file", "captions"):
-        path = getattr(options, name, None)
-        if path is not None and not Path(path).exists():
+        path, named = getattr(options, name, None), name in ("calibration", "file")
+        if path is not None and not Path(path).exists() and not (named and is_hub_name(path)):
             raise TrueupError(f"{path} does not exist")
     if getattr(options, "data", None) is not None and not bundled(options.data).exists():
         raise DataError(f"{options.data} is not there: name a folder of images, a .npy or an .npz file")
     if hasattr(options, "model") and (code := typed.code(options.model)) is not None:
         if not code[0].is_file():
             raise ModelError(f"{code[0]} is not there: {options.model} names code to run")
-    elif hasattr(options, "model") and not bundled(options.model).is_dir():
-        advice = "(a name on the Hub must be downloaded first)"
-        raise ModelError(f"{options.model} is not a directory that save_pretrained wrote {advice}")
+    elif hasattr(options, "model") and not (bundled(options.model).is_dir() or is_hub_name(options.model)):
+        wanted = "a directory that save_pretrained wrote, nor a name on the Hub (owner/name)"
+        raise ModelError(f"{options.model} is not {wanted}")
 
 
 def _listed(value: Any) -> list[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -43,6 +44,19 @@ def bundled(name: str | Path) -> Path:
     if name.startswith("bundled:") and name not in known:
         raise TrueupError(f"nothing named {name} comes with trueup: there are {', '.join(known)}")
     return BUNDLED / known[name] if name in known else Path(name)
+
+
+def is_hub_name(name: Any) -> bool:
+    """Whether something looks like a repository on the Hugging Face Hub, owner/name, and not like a file.
+
+    >>> is_hub_name("google/ddpm-cifar10-32"), is_hub_name("./my/model"), is_hub_name("out/a.safetensors")
+    (True, False, False)
+    """
+    text = name.as_posix() if isinstance(name, Path) else name
+    if not isinstance(text, str) or not re.fullmatch(r"(?a:\w[\w.-]{0,95}/\w[\w.-]{0,95})", text):
+        return False
+    files = (".safetensors", ".json", ".git", ".", "-")
+    return "--" not in text and ".." not in text and not text.endswith(files)
 
 
 def printable(text: str) -> str:

@@ -129,6 +129,7 @@ class _Parser(argparse.ArgumentParser):
 
 _FLAG: dict[str, Any] = {"action": "store_true"}
 _FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+_WHERE: dict[str, Any] = {"metavar": "FILE"}  # or a directory, or a name on the Hub
 _LIST: dict[str, Any] = {"type": typed.solvers, "metavar": "A,B,.."}
 _COUNT: dict[str, Any] = {"type": typed.positive, "metavar": "N"}
 _CURVES = "draw the size of the mean residual over time, the paper's figure 1 (.png, .svg or .pdf)"
@@ -140,7 +141,7 @@ _DEFAULT = f"{_OWN}, {_SOLVERS} (default: dpm-solver-3)"
 _FITTED = f"{_OWN}, {_SOLVERS} (default: fitted where there is one, else dpm-solver-3)"
 _NUMBERS = "numbers of evaluations (default: 5,8,10,20)"
 _NFE = "evaluations of the network per sample, at most (default: 20); adaptive solvers decide themselves"
-_MADE = "what `calibrate` wrote"
+_MADE = "what `calibrate` wrote: a file, a directory, or a name on the Hub"
 
 
 def parser() -> _Parser:
@@ -163,7 +164,7 @@ def parser() -> _Parser:
     few = calibrate.add_argument_group("solvers")
     wanted = "fit solvers for so many evaluations; alone, without --data, the solvers only"
     few.add_argument("--nfe", type=typed.counts, metavar="N,M,..", help=wanted)
-    few.add_argument("--calibration", **_FILE, help="instead of --data: add solvers to what this file has")
+    few.add_argument("--calibration", **_WHERE, help="instead of --data: add solvers to what this file has")
     many = "samples that solvers are fitted to (default: 128)"
     few.add_argument("--trajectories", **_COUNT, default=128, help=many)
     _add_labels(few)
@@ -181,7 +182,7 @@ def parser() -> _Parser:
 
     samplers = command("samplers", _SAMPLERS, "which sampler and schedule for a model")
     samplers.add_argument("--nfe", type=typed.counts, default=[5, 8, 10, 20], metavar="N,M,..", help=_NUMBERS)
-    samplers.add_argument("--calibration", **_FILE, help=f"{_MADE}: its solvers are compared as well")
+    samplers.add_argument("--calibration", **_WHERE, help=f"{_MADE}; its solvers are compared as well")
     samplers.add_argument("--trajectories", **_COUNT, default=32, help="samples to compare on (default: 32)")
     plotted = "draw error against evaluations (.png, .svg or .pdf)"
     samplers.add_argument("--figure", type=typed.picture, metavar="FILE", help=plotted)
@@ -191,7 +192,7 @@ def parser() -> _Parser:
 
     sample = command("sample", _SAMPLE, "draw samples, calibrated or not")
     sample.add_argument("-n", "--samples", **_COUNT, default=64, help="default: 64")
-    sample.add_argument("--calibration", **_FILE, help=_MADE)
+    sample.add_argument("--calibration", **_WHERE, help=_MADE)
     sample.add_argument("--solver", type=typed.solver, metavar="NAME", help=_FITTED)
     sample.add_argument("--nfe", **_COUNT, default=20, help=_NFE)
     _add_sampling(sample)
@@ -201,7 +202,7 @@ def parser() -> _Parser:
     sample.add_argument("--force", **_FLAG, help="replace a file, or other samples in the folder")
 
     evaluate = command("evaluate", _EVALUATE, "compare samples with and without a calibration")
-    evaluate.add_argument("--calibration", required=True, **_FILE, help=_MADE)
+    evaluate.add_argument("--calibration", required=True, **_WHERE, help=_MADE)
     evaluate.add_argument("--solver", **_LIST, default=["dpm-solver-3"], help=_DEFAULT)
     evaluate.add_argument("--nfe", type=typed.counts, default=[20], metavar="N,M,..", help=_NFE)
     evaluate.add_argument("-n", "--samples", **_COUNT, default=1000, help="default: 1000")
@@ -221,7 +222,7 @@ def parser() -> _Parser:
 
     likely = "how likely images are, calibrated or not"
     likelihood = command("likelihood", _LIKELIHOOD, likely, method="bound")
-    likelihood.add_argument("--calibration", **_FILE, help=_MADE)
+    likelihood.add_argument("--calibration", **_WHERE, help=_MADE)
     which = likelihood.add_mutually_exclusive_group()
     for name, text in (
         ("bound", "the variational bound (default)"),
@@ -248,7 +249,9 @@ def parser() -> _Parser:
     _add_output(likelihood, "write JSON, with every image")
 
     inspect = command("inspect", _INSPECT, "print what a calibration file says", quiet=False)
-    inspect.add_argument("file", metavar="FILE", help="a .trueup.safetensors file")
+    inspect.add_argument(
+        "file", metavar="FILE", help="a .trueup.safetensors file, its directory, or a name on the Hub"
+    )
     inspect.add_argument("--json", **_FLAG, help="JSON on standard output")
     inspect.add_argument("--figure", **_FIGURE)
 
@@ -279,8 +282,11 @@ def _add_data(parser: _Parser, images: int | None) -> Any:
 
 
 def _add_model(parser: _Parser) -> None:
-    where = "a directory written by save_pretrained, bundled:raw, bundled:ema, or my_code.py:make_denoiser: "
-    where += "runs that file, and takes the Denoiser, pipeline or network of that name, or what it returns"
+    where = "a directory written by save_pretrained, a name on the Hub, bundled:raw, bundled:ema, or "
+    where += (
+        "my_code.py:make_denoiser: runs that file, and takes the Denoiser, pipeline or network of that name, "
+    )
+    where += "or what it returns"
     parser.add_argument("model", metavar="MODEL", help=where)
     add = parser.add_argument_group("model").add_argument
     add("--scheduler", type=Path, metavar="PATH", help="scheduler_config.json or its directory")

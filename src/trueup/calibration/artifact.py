@@ -19,6 +19,7 @@ from trueup.calibration.evidence import Evidence, SampleEvidence
 from trueup.denoiser import Binding
 from trueup.denoiser.layout import LAYOUTS
 from trueup.errors import ArtifactError
+from trueup.files import is_hub_name
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess, from_settings
 from trueup.statistics import Number
@@ -314,6 +315,8 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
             raise ArtifactError(f"the fingerprint {name[:40]} of its weights makes no sense")
     if not isinstance(given.get("model", ""), str):
         raise ArtifactError("the model's name makes no sense")
+    if "base_model" in given and not is_hub_name(given["base_model"]):
+        raise ArtifactError("the model's name on the Hub makes no sense")
     if "data_range" in given:
         low, high = numbers(given["data_range"], "data_range", -1e9, 1e9, least=2, most=2)
         if not low < high:

@@ -16,11 +16,13 @@ from trueup.calibration.classes import OfClass
 from trueup.calibration.conditions import OfConditions
 from trueup.calibration.correction import Correction, check_gains
 from trueup.calibration.evidence import Evidence, SampleEvidence, of_samples
+from trueup.calibration.sharing import find_calibration, push_folder, save_folder
 from trueup.denoiser import Denoiser
 from trueup.denoiser.network import same_weights
 from trueup.errors import MismatchError
 from trueup.files import load_as, save_tensors, unpacked
 from trueup.fitted import FittedSolver, purpose
+from trueup.hf.hub import name_of
 from trueup.hf.loading import diffusers_module
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess, from_settings
@@ -100,6 +102,7 @@ class Calibration:
                 "parametrization": denoiser.parametrization.settings(),
                 "binding": None if binding is None else binding.settings(),
                 "data_range": list(denoiser.data_range) if denoiser.data_range else None,
+                **({} if (name := name_of(denoiser.network)) is None else {"base_model": name}),
             },
             gains="none",
         )
@@ -337,10 +340,31 @@ class Calibration:
         unpacked(unpack_calibration, meta, tensors, "cannot save this calibration")
         save_tensors(path, KIND, meta, tensors)
 
+    def save_pretrained(self, folder: str | PathLike[str], *, base_model: str | None = None) -> None:
+        """Write a directory as the Hugging Face Hub has them: the file, a model card, a config per solver.
 
-def load(path: str | PathLike[str]) -> Calibration:
-    """Read a calibration; anything damaged, inconsistent or unknown raises ArtifactError with the reason."""
-    return Calibration(**load_as(path, KIND, unpack_calibration))
+        base_model: the model's name on the Hub, where it was not loaded by that. Other files stay.
+        """
+        save_folder(self, folder, base_model)
+
+    def push_to_hub(
+        self,
+        name: str,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        base_model: str | None = None,
+    ) -> str:
+        """Put what `save_pretrained` writes on the Hub as "owner/name"; returns its address."""
+        return push_folder(self, name, private=private, token=token, base_model=base_model)
+
+
+def load(where: str | PathLike[str], *, revision: str | None = None) -> Calibration:
+    """Read a calibration: a file, a directory that `save_pretrained` wrote, or "owner/name" on the Hub.
+
+    revision: a branch, tag or commit there. Anything damaged, inconsistent or unknown raises ArtifactError.
+    """
+    return Calibration(**load_as(find_calibration(where, revision), KIND, unpack_calibration))
 
 
 def _count(number: int, noun: str) -> str:

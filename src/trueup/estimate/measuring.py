@@ -23,6 +23,7 @@ from trueup.estimate.diagnose import check_use, refuse_nonsense
 from trueup.estimate.moments import Moments
 from trueup.estimate.run import Run
 from trueup.hf import as_denoiser
+from trueup.hf.hub import name_of
 from trueup.images import Batch, Samples, open_images
 from trueup.noise import checked_seed, level_key, level_keys, normal, normals
 from trueup.process import NoiseProcess
@@ -108,6 +109,9 @@ def measure(
         "generated": getattr(samples.images.source, "origin", None),
         "grouping": samples.images.groups is not None,
     }
+    base_model = name_of(denoiser.network)
+    if base_model is not None:
+        provenance["base_model"] = base_model
     classes = tuple(int(y) for y in classes)
     if denoiser.null_label is not None and denoiser.null_label in classes:
         provenance["null_label"] = int(denoiser.null_label)

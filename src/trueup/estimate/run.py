@@ -132,7 +132,7 @@ def _groups(batch: Batch, samples: Samples) -> list[int]:
 
 def _settings(moments: Moments) -> dict[str, Any]:
     """Everything that must not change within a run, as JSON has it."""
-    own = ("binding", "generated", "process")
+    own = ("binding", "generated", "process", "base_model")
     process = json.dumps(moments.provenance["process"], sort_keys=True).encode()
     settings = {
         **{name: value for name, value in moments.provenance.items() if name not in own},

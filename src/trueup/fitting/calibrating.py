@@ -40,7 +40,7 @@ def calibrate(
 ) -> Calibration:
     """Measure a network on images and fit the correction that images it has not seen confirm.
 
-    model: a diffusers pipeline, a saved directory, a `Denoiser` around any network, or what
+    model: a diffusers pipeline, a saved directory, its name on the Hub, a `Denoiser` of any network, or what
     `trueup.hf.as_denoiser` makes of a diffusers model with its scheduler. data: `Images`, or 500 of a folder,
     an array, a dataset or whatever else `Images` takes.
 

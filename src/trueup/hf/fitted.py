@@ -30,10 +30,12 @@ from trueup.fitted import MEMORY, FittedSolver
 from trueup.hf.loading import config_of
 from trueup.hf.schedulers import betas_of
 from trueup.hf.schedules import PREDICTION_TYPES, schedule
+from trueup.hf.shared import find_scheduler
 from trueup.parametrization import Parametrization
 from trueup.process import DiscreteVP, NoiseProcess
 from trueup.stored import sample_shape
 
+_FETCHING = ("revision", "token", "cache_dir", "local_files_only", "force_download")  # as diffusers has them
 _NEAR = 5e-3  # a time in half precision, relative
 # In a config their names begin with _: other schedulers that are made of it, as is usual, neither take what
 # is private nor print it in a warning.
@@ -136,6 +138,25 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
             config = {name: value for name, value in config.items() if name in common or name in _HIDDEN}
             kwargs.setdefault("others", others)
         return super().from_config(config, return_unused_kwargs, **kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        subfolder: str | None = None,
+        return_unused_kwargs: bool = False,
+        *,
+        nfe: int | None = None,
+        guidance: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """From a scheduler's directory, or what `Calibration.save_pretrained` wrote, here or on the Hub.
+
+        nfe, guidance: which one, where there are several.
+        """
+        how = {name: kwargs.pop(name) for name in _FETCHING if name in kwargs}
+        folder = find_scheduler(pretrained_model_name_or_path, subfolder, nfe, guidance, **how)
+        return super().from_pretrained(folder, None, return_unused_kwargs, **kwargs)
 
     @property
     def identity(self) -> str:
@@ -268,6 +289,7 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
 
 # diffusers keeps this name in what it saves, and finds there only what the process has imported.
 FittedScheduler.__module__ = "trueup"
+Scheduler = FittedScheduler  # its name at the top
 
 
 def _parted(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

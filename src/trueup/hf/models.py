@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from trueup.denoiser import Denoiser, is_preconditioned, preconditioned, unwrapped
 from trueup.errors import Argument, ModelError
-from trueup.files import bundled
 from trueup.hf.autoencoder import Autoencoder
+from trueup.hf.hub import fetched
 from trueup.hf.listening import Pipeline
 from trueup.hf.loading import config_of, load_network, load_pipeline, names, network_class, read_json
 from trueup.hf.prompts import Vocabulary
@@ -182,7 +182,7 @@ def _sample_shape(config: Mapping[str, Any]) -> tuple[int, ...]:
 def _open(model: Any) -> tuple[Any, nn.Module, dict[str, Any] | None, Any]:
     """A pipeline, its network, its scheduler's config, and what its autoencoder is made from; or None."""
     if isinstance(model, (str, Path)):
-        return _load(bundled(model))
+        return _load(fetched(model))
     if is_pipeline(model):
         found = config_of(model.scheduler) if model.scheduler is not None else None
         autoencoder = next((v for n in _AUTOENCODERS if (v := getattr(model, n, None)) is not None), None)
@@ -209,7 +209,7 @@ def _scheduler_config(scheduler: Any) -> dict[str, Any]:
 
 def _load(path: Path) -> tuple[Any, nn.Module, dict[str, Any] | None, Any]:
     if not path.is_dir():
-        expected = "what save_pretrained writes (a name on the Hub must be downloaded first)"
+        expected = "what save_pretrained writes, or a name on the Hub (owner/name)"
         raise ModelError(f"{path} is not a directory: expected {expected}")
     if (path / "model_index.json").exists():
         index = read_json(path / "model_index.json")
