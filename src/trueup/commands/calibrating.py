@@ -117,6 +117,8 @@ def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) 
         data = shared.images_of(options, denoiser)
         trust = run is None or options.trust  # `check` looks for itself
     classes = classes_of(data, denoiser) if options.per_class else ()
+    if denoiser.vocabulary is not None and open_images(data, denoiser).labels is None:
+        say(options, "these images have no captions: the network is told the empty prompt (--captions)")
     moments = measure(denoiser, data, run=run, trust=trust, classes=classes, **common)
     for reason in moments.skipped[:5]:
         say(options, f"skipped: {reason}")

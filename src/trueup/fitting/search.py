@@ -1,10 +1,16 @@
-"""Which rule on which grid: tried on a few trajectories, judged by how far samples are from the limit."""
+"""Which rule on which grid: tried on a few trajectories, judged by how far samples are from the limit.
+
+What counts is how good a rule is once its steps are fitted, and the best before is often not the best after:
+so the better ones are fitted to few trajectories and judged on others, before the best of those are fitted to
+all.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -15,21 +21,17 @@ from trueup.fitting.teacher import Teacher
 from trueup.process import NoiseProcess
 from trueup.sampling.fitted import follow, plan
 from trueup.sampling.network import Network
-from trueup.sampling.rules import RULES, Grid, Rule
+from trueup.sampling.rules import RULES, Grid
 
 SPACINGS = (math.inf, 7.0, "time", "quadratic")
 ENDS = (0.3, 0.15, 0.075, 0.0375, 0.019)  # noise at the last evaluation, over the spread of the samples
 TRIED = ("dpm++-2", "dpm++-3", "unipc-2", "x0-3", "ipndm-3", "singlestep-2")
-# All rules on all grids with few trajectories, the best with more: evaluations of each, and how many go on.
-ROUNDS = ((24, 12), (96, None))
+FIRST = 24  # evaluations that each rule on each grid gets
+FITTED = 12  # of them are fitted
+FITTED_TO, JUDGED_BY = 24, 8  # trajectories
 
 
-@dataclass(eq=False, repr=False)
-class Candidate:
-    """A rule on a grid, and its whitened error over a few trajectories."""
-
-    solver: FittedSolver
-    error: float
+Better = Callable[[FittedSolver, Network, Teacher], FittedSolver]
 
 
 def grids(process: NoiseProcess, spread: float) -> list[Grid]:
@@ -39,48 +41,65 @@ def grids(process: NoiseProcess, spread: float) -> list[Grid]:
     return [Grid(spacing, rise) for spacing in SPACINGS for rise in sorted(rises) if rise < top - low - 1]
 
 
-def search(network: Network, teacher: Teacher, nfe: int, guidance: float, keep: int) -> list[Candidate]:
-    """The best candidates, one of a rule, best first: fits differ more between rules than between grids."""
+def search(
+    network: Network, teacher: Teacher, nfe: int, guidance: float, keep: int, better: Better | None = None
+) -> list[FittedSolver]:
+    """The rules on their grids that are best when fitted, best first.
+
+    better: fits one to trajectories of the network. None: what it would be fitted to is not the limit, so
+    that only the rules themselves can be judged by that, and the best of each goes on.
+    """
     rules, spread = {rule.name: rule for rule in RULES}, float(seen(teacher.samples, network.denoiser).std())
-    pairs = [(rules[name], grid) for name in TRIED for grid in grids(network.process, spread)]
-    all_labels, index = network.y, network.index
-    try:
-        for evaluations, most in ROUNDS:
-            rows = min(len(teacher.noise), max(1, evaluations // nfe))
-            network.y = None if all_labels is None else all_labels[:rows]
-            network.index = None if index is None else index[:rows]
-            found = _tried(network, teacher, slice(rows), nfe, guidance, pairs)
-            pairs = [pair for _, pair in found[:most]]
-    finally:
-        network.y, network.index = all_labels, index
-    of_rules = {rule.name: candidate for candidate, (rule, _) in reversed(found)}  # the best of each
-    return sorted(of_rules.values(), key=lambda candidate: candidate.error)[:keep]
+    pairs = product((rules[name] for name in TRIED), grids(network.process, spread))
+    y, count = network.y, len(teacher.noise)
+    to = min(FITTED_TO, count - min(JUDGED_BY, count // 4))
+
+    def error(solver: FittedSolver, part: slice) -> float:
+        with _rows(network, part):
+            few = teacher.rows(part)
+            x = follow(solver, network, few.noise)
+            return float(error_between(solver, network, x, few, teacher.samples).mean())
+
+    def when_fitted(solver: FittedSolver) -> float:
+        if better is None:
+            return error(solver, slice(to + JUDGED_BY))
+        with _rows(network, slice(to)):
+            made = better(solver, network, teacher.rows(slice(to)))
+        return error(made, slice(to, to + JUDGED_BY))
+
+    planned = (plan(network.denoiser, rule, grid, nfe, y, guidance) for rule, grid in pairs)
+    first = slice(min(count, max(1, FIRST // nfe)))
+    found = _best(((error(solver, first), solver) for solver in planned if solver is not None), FITTED)
+    found = _best((when_fitted(solver), solver) for solver in found)
+    if better is None:
+        found = list(
+            {solver.provenance["base"].split(",")[0]: solver for solver in reversed(found)}.values()
+        )[::-1]
+    return found[:keep]
 
 
 def search_cost(nfe: int) -> int:
     """About how many evaluations a search takes."""
-    counts = (len(TRIED) * len(SPACINGS) * len(ENDS), ROUNDS[0][1])
-    tried = zip(counts, ROUNDS, strict=True)
-    return sum(count * nfe * max(1, evaluations // nfe) for count, (evaluations, _) in tried)
+    tried = len(TRIED) * len(SPACINGS) * len(ENDS) * nfe * max(1, FIRST // nfe)
+    return tried + FITTED * ((nfe - 1) * FITTED_TO + nfe * JUDGED_BY)
 
 
-def _tried(
-    network: Network,
-    teacher: Teacher,
-    part: slice,
-    nfe: int,
-    guidance: float,
-    pairs: Iterable[tuple[Rule, Grid]],
-) -> list[tuple[Candidate, tuple[Rule, Grid]]]:
-    found, few = [], teacher.rows(part)
-    for rule, grid in pairs:
-        solver = plan(network.denoiser, rule, grid, nfe, network.y, guidance)
-        if solver is not None:
-            x = follow(solver, network, few.noise)
-            error = float(error_between(solver, network, x, few, teacher.samples).mean())
-            if math.isfinite(error):
-                found.append((Candidate(solver, error), (rule, grid)))
-    return sorted(found, key=lambda pair: pair[0].error)
+def _best(found: Iterable[tuple[float, FittedSolver]], most: int | None = None) -> list[FittedSolver]:
+    """Those with the smallest errors, smallest first; of equal ones the first that was tried."""
+    finite = [(error, k, solver) for k, (error, solver) in enumerate(found) if math.isfinite(error)]
+    return [solver for _, _, solver in sorted(finite, key=lambda one: one[:2])[:most]]
+
+
+@contextmanager
+def _rows(network: Network, part: slice) -> Iterator[None]:
+    """The network for some of its trajectories."""
+    y, index = network.y, network.index
+    network.y = None if y is None else y[part]
+    network.index = None if index is None else index[part]
+    try:
+        yield
+    finally:
+        network.y, network.index = y, index
 
 
 def error_between(

@@ -197,22 +197,23 @@ class Fitter:
     def bases(self, nfe: int) -> list[FittedSolver]:
         """The best rules on their grids."""
         with self._rows(slice(0, self.fitted_to)) as network:
-            tried = search(network, self.fitting, nfe, self.guidance, TRIED)
+            better = None if self.far_from_data else fitted
+            tried = search(network, self.fitting, nfe, self.guidance, TRIED, better)
         if not tried:
             raise TrueupError(f"no solver of {nfe} evaluations stays finite on this network")
-        return [candidate.solver for candidate in tried]
+        return tried
 
-    def better(self, base: FittedSolver, by_data: bool) -> FittedSolver:
+    def better(self, base: FittedSolver) -> FittedSolver:
         """A rule on its grid fitted to the limit, or brought to the data's moments."""
         with self._rows(slice(0, self.fitted_to)) as network:
-            if by_data and self.data is not None:
+            if self.far_from_data and self.data is not None:
                 return restored(base, network, self.fitting.noise, self.data)
             return fitted(base, network, self.fitting)
 
     def fit(self, nfe: int) -> FittedSolver:
         """The best of what was tried for a number of evaluations."""
         bases = self.bases(nfe)
-        better = [self.better(base, self.far_from_data) for base in bases]
+        better = [self.better(base) for base in bases]
         before, after = ([self.judged(solver) for solver in group] for group in (bases, better))
         base = min(range(len(bases)), key=lambda i: before[i].score)
         best = min(range(len(better)), key=lambda i: after[i].score)

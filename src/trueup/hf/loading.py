@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +67,35 @@ def network_class(path: Path) -> Any:
 
 def load_pipeline(path: Path) -> Any:
     """A whole pipeline of a directory: no weights are unpickled, and no code of its own is run."""
-    how = dict.fromkeys(("use_safetensors", "local_files_only"), True)
+    how: dict[str, Any] = dict.fromkeys(("use_safetensors", "local_files_only"), True)
+    diffusers = diffusers_module("loading a directory")
+    files = [file.name for file in path.glob("*/*.safetensors")]
+    how["variant"] = "fp16" if files and all(".fp16" in name for name in files) else None
     try:
-        return diffusers_module("loading a directory").DiffusionPipeline.from_pretrained(
-            str(path), torch_dtype=torch.float32, trust_remote_code=False, **how
-        )
+        with _quiet(diffusers):
+            pipe = diffusers.DiffusionPipeline.from_pretrained(str(path), trust_remote_code=False, **how)
+            return pipe.to(torch.float32)
     except Exception as error:  # whatever diffusers and transformers make of a damaged directory
         raise ModelError(f"{path} cannot be loaded: {line(error, 300)}") from error
+
+
+@contextmanager
+def _quiet(diffusers: Any) -> Iterator[None]:
+    """Without a bar for every part that is loaded, and without advice about other libraries."""
+    libraries = [diffusers.utils.logging]
+    if find_spec("transformers") is not None:
+        libraries.append(import_module("transformers.utils.logging"))
+    before = [(one, one.get_verbosity(), one.is_progress_bar_enabled()) for one in libraries]
+    try:
+        for library, _, _ in before:
+            library.set_verbosity_error()
+            library.disable_progress_bar()
+        yield
+    finally:
+        for library, verbosity, bars in before:
+            library.set_verbosity(verbosity)
+            if bars:
+                library.enable_progress_bar()
 
 
 def load_network(path: Path) -> nn.Module:

@@ -57,7 +57,7 @@ def as_denoiser(
 
     scheduler: a diffusers scheduler, its config, or a directory holding scheduler_config.json; `process` and
     `prediction` say the same by hand and win over it. model_range: what the network was trained on; without
-    it -1..1, and latents are taken as they are. vae: the autoencoder of a latent model, where it does not lie
+    it -1..1 (0..1 for ScoreSdeVeScheduler), and latents are taken as they are. vae: the autoencoder of a latent model, where it does not lie
     beside it. batch_size: see `Denoiser`. A preconditioned network of EDM's code bases needs no scheduler.
     """
     if isinstance(model, Denoiser):
@@ -112,7 +112,7 @@ def as_denoiser(
         _sample_shape(settings) if heard is None else heard.interface.shape,
         call=heard or (_WithLabels(network) if conditional else None),
         binding=None if heard is None else heard.interface.binding,
-        data_range=None if latent else model_range or (-1.0, 1.0),
+        data_range=None if latent else model_range or _range(config),
         conditional=conditional or heard is not None,
         # DiT's has a row more than there are classes
         null_label=settings.get("num_embeds_ada_norm") if heard is None else heard.null,
@@ -123,6 +123,11 @@ def as_denoiser(
         description=str(settings["_class_name"]),
     )
     return denoiser.to(device) if device is not None else denoiser
+
+
+def _range(config: Mapping[str, Any] | None) -> tuple[float, float]:
+    """What pictures were scaled to; those of the score SDE's networks to 0..1."""
+    return (0.0, 1.0) if config and config.get("_class_name") == "ScoreSdeVeScheduler" else (-1.0, 1.0)
 
 
 class _WithLabels:
@@ -137,15 +142,11 @@ class _WithLabels:
 
 def _needs(network: nn.Module | type[nn.Module]) -> list[str]:
     """What a network is told besides a sample, a time and a label, which only its pipeline can supply."""
-    parameters = [
-        p for p in inspect.signature(unwrapped(network).forward).parameters.values() if p.name != "self"
-    ]
-    required = {p.name for p in parameters[1:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-    needed = (required | {"encoder_hidden_states"}) - {
-        "class_labels",
-        *_TIME_NAMES,
-    }  # text is optional in name only
-    return [p.name for p in parameters if p.name in needed]
+    found = inspect.signature(unwrapped(network).forward).parameters.values()
+    more = [p for p in found if p.name != "self"][1:]
+    needed = {p.name for p in more if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    needed |= {"encoder_hidden_states", *(p.name for p in more[:1])}  # text is optional in name only
+    return [p.name for p in more if p.name in needed - {"class_labels", *_TIME_NAMES}]
 
 
 def _listened(pipe: Any, network: nn.Module, arguments: Mapping[str, Any] | None, device: Any) -> Vocabulary:

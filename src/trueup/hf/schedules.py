@@ -64,6 +64,8 @@ def _schedule(name: str, config: Mapping[str, Any]) -> tuple[processes.NoiseProc
             backwards = "with invert_sigmas counts time backwards"
             raise ModelError(f"{name} {backwards}: describe it with Denoiser(net, {by_hand})")
         return processes.Flow(time_scale=float(steps)), Parametrization("flow")
+    if name == "ScoreSdeVeScheduler":
+        return processes.VE(float(config["sigma_min"]), float(config["sigma_max"])), Parametrization("score")
     if name.startswith("EDM"):
         sigma_data = float(config.get("sigma_data", 0.5))
         ends = float(config.get("sigma_min", 0.002)), float(config.get("sigma_max", 80))
