@@ -19,6 +19,7 @@ from trueup.calibration.calibration import Calibration
 from trueup.calibration.conditions import Projection
 from trueup.calibration.correction import interpolation_weights, level_position, refinement
 from trueup.denoiser import Binding, prediction
+from trueup.denoiser.adapters import Watch
 from trueup.errors import AttachError, MismatchError
 
 _NODES = 8192  # times at which the interpolation is tabulated; a row uses the nearest
@@ -49,13 +50,15 @@ class CorrectOutput:
 
     What depends on the time is tabulated once: at a node, between which two levels it lies, and what the
     conversion between eps and the network's own output multiplies them with (equation 28). binding: where the
-    network's call holds x_t and t. gains: the form of the correction, by default the calibration's.
+    network's call holds x_t and t. gains: the form of the correction, by default the calibration's. watch: the
+    adapters that the network had when this was attached; where others are at work later, it warns once.
     """
 
     corrects_output = True
 
     def __init__(self, calibration: Calibration, binding: Binding | None = None, gains: str | None = None):
         self.binding, self.enabled = binding, True
+        self.watch: Watch | None = None
         self.shape, self.spatial = calibration.shape, calibration.shape[1:]
         form = calibration.gains if gains is None else gains
         self.correction = calibration.correction.with_gains(form)
@@ -81,6 +84,8 @@ class CorrectOutput:
         """Correct what a forward call returned."""
         if self.empty or not self.enabled:
             return raw
+        if self.watch is not None and not torch.compiler.is_compiling():  # which would guard every layer
+            self.watch.look(module)
         output = prediction(raw)
         channels = self.shape[0]
         if tuple(output.shape[2:]) != self.spatial or output.shape[1] not in (channels, 2 * channels):
