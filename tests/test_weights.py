@@ -150,8 +150,9 @@ def test_peft_around_a_network_is_seen_through():
 def test_fused_adapters_are_named_while_peft_knows_them():
     cal, network = calibration_of(unet()), add(unet(), "style")
     network.fuse_lora()
-    assert "LoRA adapters (style) are fused into the weights of this network: calibrate it as it is" in refusal(
-        network, cal
+    assert (
+        "LoRA adapters (style) are fused into the weights of this network: calibrate it as it is"
+        in refusal(network, cal)
     )
     network.unload_lora()
     said = refusal(network, cal)
@@ -341,6 +342,15 @@ def packed(network):
     return network
 
 
+def bytes_only(network):
+    """As bitsandbytes and GGUF keep them: parameters of bytes."""
+    for module in network.modules():
+        if isinstance(module, nn.Linear):
+            data = (module.weight.detach() * 1000).round().to(torch.int8)
+            module.weight = nn.Parameter(data, requires_grad=False)
+    return network
+
+
 def dynamic(network):
     return torch.ao.quantization.quantize_dynamic(network, {nn.Linear}, dtype=torch.qint8)
 
@@ -352,12 +362,14 @@ def float8(network):
     return network
 
 
-@pytest.mark.parametrize("quantise", [by_hand, packed, dynamic, float8])
+@pytest.mark.parametrize("quantise", [by_hand, packed, bytes_only, dynamic, float8])
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_quantised_weights_are_noticed_and_have_their_own(quantise):
     cal, network = calibration_of(unet()), quantise(unet())
     said = refusal(network, cal)
-    assert said.startswith("this calibration was made in full precision, and the network is quantised: its err")
+    assert said.startswith(
+        "this calibration was made in full precision, and the network is quantised: its err"
+    )
     assert "calibrate it quantised, or pass force=True (docs/guide.md#quantised" in said
     own = calibration_of(network)
     trueup.attach(network, own).remove()

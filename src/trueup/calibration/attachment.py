@@ -30,7 +30,6 @@ from trueup.hf import is_pipeline, network_of, schedule
 from trueup.hf.loading import config_of
 
 
-
 def as_calibration(calibration: Calibration | str | PathLike[str]) -> Calibration:
     """A calibration, or what is in its file."""
     if isinstance(calibration, Calibration):

@@ -50,8 +50,8 @@ class CorrectOutput:
 
     What depends on the time is tabulated once: at a node, between which two levels it lies, and what the
     conversion between eps and the network's own output multiplies them with (equation 28). binding: where the
-    network's call holds x_t and t. gains: the form of the correction, by default the calibration's. watch: the
-    adapters that the network had when this was attached; where others are at work later, it warns once.
+    network's call holds x_t and t. gains: the form of the correction, by default the calibration's. `watch`
+    knows the adapters that the network had when this was attached, and warns once of others.
     """
 
     corrects_output = True

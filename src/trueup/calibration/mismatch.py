@@ -21,7 +21,7 @@ def of_other_weights(calibration: Calibration, weights: dict[str, str], network:
     if not problem:
         ours, theirs = (next(iter(found.values()), "none")[:8] for found in (made, weights))
         problem = f"this calibration was made for other weights (fingerprint {ours}, model {theirs})"
-    return MismatchError(problem, advice and f"{advice}, or pass {{}} ({GUIDE})" or ADVICE, FORCE)
+    return MismatchError(problem, f"{advice}, or pass {{}} ({GUIDE})" if advice else ADVICE, FORCE)
 
 
 def _adapted(made: dict[str, str], now: dict[str, str]) -> tuple[str, str] | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 _BASE = re.compile(r"\b(base_layer|original_module)\.")  # where PEFT keeps the layer that it adapts
+_SWITCHES = ("_disable_adapters", "_active_adapter", "scaling", "merged_adapters")  # as PEFT keeps them
 _OUTER = "base_model.model."  # of a PeftModel
 
 
@@ -60,9 +62,14 @@ class Watch:
     No weight is looked at, and where there are no adapters not even a layer.
     """
 
+    _config: Any = None
+    _names: tuple[str, ...] = ()
+    _layers: tuple[Any, ...] = ()
+    _switches: Any = None
+    _found: tuple[Any, ...] = ()
+
     def __init__(self, network: nn.Module):
-        self._forget()
-        self._had, self._warned = self._state(network), False
+        self._warned, self._had = False, self._state(network)
 
     def look(self, network: nn.Module) -> None:
         """Compare with what was there."""
@@ -74,34 +81,35 @@ class Watch:
                 stacklevel=2,
             )
 
-    def _state(self, network: nn.Module) -> list[Any]:
+    def _state(self, network: nn.Module) -> tuple[Any, ...]:
+        """Each layer's adapters at work, and those fused into it; again only where a switch has moved."""
         config = network.__dict__.get("peft_config")  # PEFT's, by name of adapter; hasattr would cost more
         if not config:
-            self._forget()
-            return []
+            self._config = None
+            return ()
         if config is not self._config or tuple(config) != self._names:
             self._config, self._names = config, tuple(config)
-            self._layers = [layer for _, layer in adapted_layers(network)]
-        working = ([*at_work(layer), *getattr(layer, "merged_adapters", ())] for layer in self._layers)
-        return [found for found in working if found]
-
-    def _forget(self) -> None:
-        self._config: Any = None
-        self._names: tuple[str, ...] = ()
-        self._layers: list[Any] = []
+            self._layers = tuple(layer for _, layer in adapted_layers(network))
+            self._switches = None
+        switches = [tuple(map(layer.__dict__.get, _SWITCHES)) for layer in self._layers]
+        if switches != self._switches:
+            self._switches = copy.deepcopy(switches)
+            working = ([*at_work(layer), *getattr(layer, "merged_adapters", ())] for layer in self._layers)
+            self._found = tuple(found for found in working if found)
+        return self._found
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy's layers are found again: those of the original are not its own.
-        return {**self.__dict__, "_config": None, "_names": (), "_layers": []}
+        return {**self.__dict__, "_config": None, "_layers": (), "_switches": None}
 
 
-def _words(state: list[Any]) -> str:
+def _words(state: Iterable[Any]) -> str:
     on = sorted({found[0] for layer in state for found in layer if isinstance(found, tuple)})
     merged = sorted({found for layer in state for found in layer if isinstance(found, str)})
     if merged:
         return f"LoRA adapters ({', '.join(merged)}) are fused into this network's weights"
-    on = f"has LoRA adapters ({', '.join(on)}) on" if on else "has no LoRA adapters on"
-    return f"this network {on}"
+    which = f"LoRA adapters ({', '.join(on)})" if on else "no LoRA adapters"
+    return f"this network has {which} on"
 
 
 def _inner(layer: Any) -> bool:

@@ -54,7 +54,7 @@ def fingerprint(network: Any) -> dict[str, str]:
     parts = {"": sorted([*base, *own], key=_by_name)}
     parts |= {BASE: base} if working else {}
     parts[VECTORS] = [(name, p) for name, p in base if p.dim() == 1 and p.is_floating_point()]
-    found = {}
+    found: dict[str, str] = {}
     for part, tensors in parts.items():
         extra = "" if part or not working else _text_hash(scales.items())
         found |= {f"{_name(dtype)}{part}": _hash(tensors, dtype, extra) for dtype in dtypes if tensors}
@@ -87,7 +87,7 @@ def _split(network: nn.Module, working: Container[str]) -> tuple[list[tuple[str,
 
 
 def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, what packed ones consist of, and weights that are kept elsewhere because they are packed."""
+    """Parameters, what packed ones consist of, and packed weights that are kept elsewhere."""
     for name, p in network.named_parameters():
         if p.device.type != "meta":
             yield from _opened(name, p.detach())
