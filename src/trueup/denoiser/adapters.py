@@ -74,7 +74,7 @@ class Watch:
     def look(self, network: nn.Module) -> None:
         """Compare with what was there."""
         if not self._warned and (now := self._state(network)) != self._had:
-            self._warned = True
+            self._warned, self._config, self._layers = True, None, ()  # layers may go: nothing holds them
             warnings.warn(
                 f"{_words(now)}, unlike when its calibration was attached, which corrects another network "
                 "than this: set them as they were, or calibrate the network as it is",
@@ -85,7 +85,7 @@ class Watch:
         """Each layer's adapters at work, and those fused into it; again only where a switch has moved."""
         config = network.__dict__.get("peft_config")  # PEFT's, by name of adapter; hasattr would cost more
         if not config:
-            self._config = None
+            self._config, self._layers = None, ()
             return ()
         if config is not self._config or tuple(config) != self._names:
             self._config, self._names = config, tuple(config)
