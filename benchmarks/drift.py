@@ -15,7 +15,8 @@ Of each network: the uncalibration score (bits/dim that calibrating gains of the
 distance (EfficientNet-lite0 features) and W1 of mean colour (0..255) of samples before and after, by DDIM in
 20 evaluations, and in 8 (before: UniPC, after: the solver fitted to the calibrated network), from the same
 noise. Of quantised ones also how far their eps is from the original's, on images that made no calibration:
-mean square over pixels and levels, before and after (least squares).
+mean square over pixels and levels, before and after (least squares). Data also correct what the original
+gets wrong, and so lead away from it.
 """
 
 from __future__ import annotations
