@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trueup.denoiser import Denoiser, fingerprint, in_parts, prediction
-from trueup.denoiser.network import same_weights
+from trueup.denoiser.weights import same_weights
 from trueup.errors import ModelError
 from trueup.parametrization import Parametrization
 from trueup.process import ContinuousVP, DiscreteVP, Flow

@@ -233,9 +233,7 @@ def test_a_distilled_scheduler_made_from_another_is_refused(tmp_path):
         as_denoiser(tiny_unet(), scheduler=LCMScheduler.from_config(loaded.config))
 
 
-@pytest.mark.parametrize(
-    "name", ["IPNDMScheduler", "DDPMWuerstchenScheduler", "KarrasVeScheduler"]
-)
+@pytest.mark.parametrize("name", ["IPNDMScheduler", "DDPMWuerstchenScheduler", "KarrasVeScheduler"])
 def test_schedulers_with_noise_of_their_own_are_refused(name):
     """They have no betas; reading them as DDPM's would calibrate against noise the network never saw."""
     scheduler = getattr(diffusers, name, None)

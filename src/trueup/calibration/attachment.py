@@ -21,13 +21,13 @@ from torch import nn
 
 from trueup.calibration.calibration import Calibration, load
 from trueup.calibration.hook import CorrectOutput
+from trueup.calibration.mismatch import ADVICE, FORCE, of_other_weights
 from trueup.denoiser import Binding, Denoiser, corrections, fingerprint, unwrapped
-from trueup.denoiser.network import is_sharded
-from trueup.errors import Argument, AttachError, MismatchError
+from trueup.denoiser.adapters import Watch
+from trueup.denoiser.weights import is_sharded
+from trueup.errors import AttachError, MismatchError
 from trueup.hf import is_pipeline, network_of, schedule
 from trueup.hf.loading import config_of
-
-_FORCE, _ADVICE = Argument("force", True), "recalibrate, or pass {} if you know they agree"
 
 
 def as_calibration(calibration: Calibration | str | PathLike[str]) -> Calibration:
@@ -88,6 +88,8 @@ class Attachment:
         binding = _binding(calibration, self._target, self._denoiser, force)
         with torch.inference_mode(False):
             self._hook = CorrectOutput(calibration, binding, gains)
+        if binding is not None:
+            self._hook.watch = Watch(self._target)
 
     @property
     def active(self) -> bool:
@@ -185,7 +187,7 @@ def _binding(calibration: Calibration, target: Any, denoiser: Denoiser | None, f
             found = denoiser.binding()
             if found is None or replace(found, y=made.y) != made:
                 problem = "this Denoiser calls its network otherwise than the one that was calibrated did"
-                raise MismatchError(problem, f"give it the same `call`, {_ADVICE}", _FORCE)
+                raise MismatchError(problem, f"give it the same `call`, {ADVICE}", FORCE)
         by_class = any(of.correction is not None for of in calibration.classes)
         if made.y is not None or not (by_class or calibration.conditions is not None):
             return made
@@ -202,10 +204,7 @@ def _check_model(model: Any, target: Any, denoiser: Denoiser | None, calibration
     if isinstance(target, nn.Module) and is_sharded(target):
         warnings.warn("the weights are sharded: nobody can tell if the calibration is theirs", stacklevel=4)
     elif not calibration.fits(weights):
-        both = (calibration.provenance.get("weights") or {}, weights)
-        made, this = (next(iter(found.values()), "none")[:8] for found in both)
-        problem = f"this calibration was made for other weights (fingerprint {made}, model {this})"
-        raise MismatchError(problem, _ADVICE, _FORCE)
+        raise of_other_weights(calibration, weights, target)
     if denoiser is not None:
         made_for = f"this calibration was made for samples of shape {calibration.shape}"
         if denoiser.shape != calibration.shape:
@@ -217,7 +216,7 @@ def _check_model(model: Any, target: Any, denoiser: Denoiser | None, calibration
         return
     if not calibration.process.agrees_with(process):
         problem = "this calibration was made for another noise process than the model's scheduler describes"
-        raise MismatchError(problem, _ADVICE, _FORCE)
+        raise MismatchError(problem, ADVICE, FORCE)
     ours, theirs = calibration.parametrization, parametrization
     turned = (calibration.provenance.get("binding") or {}).get("turned") and denoiser is None
     if ours != theirs and not turned:  # such a pipeline tells its scheduler otherwise

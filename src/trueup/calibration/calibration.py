@@ -18,7 +18,7 @@ from trueup.calibration.correction import Correction, check_gains
 from trueup.calibration.evidence import Evidence, SampleEvidence, of_samples
 from trueup.calibration.sharing import find_calibration, push_folder, save_folder
 from trueup.denoiser import Denoiser
-from trueup.denoiser.network import same_weights
+from trueup.denoiser.weights import same_weights
 from trueup.errors import MismatchError
 from trueup.files import load_as, save_tensors, unpacked
 from trueup.fitted import FittedSolver, purpose

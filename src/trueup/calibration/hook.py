@@ -19,6 +19,7 @@ from trueup.calibration.calibration import Calibration
 from trueup.calibration.conditions import Projection
 from trueup.calibration.correction import interpolation_weights, level_position, refinement
 from trueup.denoiser import Binding, prediction
+from trueup.denoiser.adapters import Watch
 from trueup.denoiser.layout import arranged, restored, spatial_of
 from trueup.errors import AttachError, MismatchError
 
@@ -50,13 +51,15 @@ class CorrectOutput:
 
     What depends on the time is tabulated once: at a node, between which two levels it lies, and what the
     conversion between eps and the network's own output multiplies them with (equation 28). binding: where the
-    network's call holds x_t and t. gains: the form of the correction, by default the calibration's.
+    network's call holds x_t and t. gains: the form of the correction, by default the calibration's. `watch`
+    knows the adapters that the network had when this was attached, and warns once of others.
     """
 
     corrects_output = True
 
     def __init__(self, calibration: Calibration, binding: Binding | None = None, gains: str | None = None):
         self.binding, self.enabled = binding, True
+        self.watch: Watch | None = None
         self.shape, self.spatial = calibration.shape, calibration.shape[1:]
         form = calibration.gains if gains is None else gains
         self.correction = calibration.correction.with_gains(form)
@@ -82,6 +85,8 @@ class CorrectOutput:
         """Correct what a forward call returned."""
         if self.empty or not self.enabled:
             return raw
+        if self.watch is not None and not torch.compiler.is_compiling():  # which would guard every layer
+            self.watch.look(module)
         assert self.binding is not None
         output, x_t = self._samples(prediction(raw), args, kwargs)
         channels, layout = self.shape[0], self.binding.layout

@@ -4,7 +4,8 @@ from trueup.denoiser.binding import Binding
 from trueup.denoiser.denoiser import Denoiser
 from trueup.denoiser.edm import is_preconditioned, preconditioned
 from trueup.denoiser.memory import in_parts
-from trueup.denoiser.network import corrections, fingerprint, prediction, unwrapped
+from trueup.denoiser.network import corrections, prediction, unwrapped
+from trueup.denoiser.weights import fingerprint
 
 __all__ = [
     "Binding",

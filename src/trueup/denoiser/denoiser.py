@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from trueup.denoiser.binding import Binding, find_binding, place
 from trueup.denoiser.memory import in_parts, out_of_memory
-from trueup.denoiser.network import corrections, eagerly, fingerprint, prediction, unwrapped
+from trueup.denoiser.network import corrections, eagerly, prediction, unwrapped
+from trueup.denoiser.weights import fingerprint
 from trueup.errors import ModelError
 from trueup.files import line
 from trueup.parametrization import Parametrization

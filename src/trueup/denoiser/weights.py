@@ -1,0 +1,136 @@
+"""Which weights a network has: a hash that knows half precision, adapters and packed weights."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import types
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trueup.denoiser.adapters import adapted_layers, adapters, base_name
+from trueup.denoiser.network import held, unwrapped
+
+_SAMPLED = 4096  # weights hashed per tensor: enough to tell checkpoints apart, quick for billions
+_WRAPPERS = re.compile(r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")  # of parts of it
+_COARSER = (torch.float32, torch.float16, torch.bfloat16)
+PACKED = frozenset(
+    dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.itemsize == 1
+) - {torch.bool}  # of quantised weights: int8, uint8, float8, whatever this torch has
+
+# Parts of a fingerprint that tell what became of weights; each is kept by dtype, as the whole is.
+BASE = " base"  # all but the adapters at work
+VECTORS = " vectors"  # biases and norms, which neither a fused LoRA nor weight quantisation changes
+ADAPTER = "adapter "  # and its name: a hash of where it is at work and how strongly
+QUANTISED = "quantised"  # there if weights are packed
+
+
+def fingerprint(network: Any) -> dict[str, str]:
+    """Hash a network's weights as they are and as each coarser dtype would hold them.
+
+    A calibration made in float32 is then recognised by the same network in half precision. Adapters that are
+    at work belong to the weights, those that rest do not. Beside the whole are parts of it (`BASE`, ...), by
+    which a network that is not the same can be told what it is. Empty for a network without weights, and for
+    one whose weights are spread over devices and cannot be seen whole.
+    """
+    modules = [one for one in held(network) if isinstance(one, nn.Module)]
+    network = unwrapped(modules[0]) if len(modules) == 1 else None  # of several, who knows which
+    if network is None or is_sharded(network):
+        return {}
+    working = adapters(network)
+    base, own = _split(network, working)
+    if not base:
+        return {}
+    # A network in half precision, even if some of its layers are kept in float32, is known at half only.
+    halves = {p.dtype for _, p in base} & set(_COARSER[1:])
+    dtypes = tuple(halves) if len(halves) == 1 else _COARSER
+    scales = {
+        f"{ADAPTER}{name}": _text_hash((_WRAPPERS.sub("", place), scale) for place, scale in places)
+        for name, places in sorted(working.items())
+    }
+    parts = {"": sorted([*base, *own], key=_by_name)}
+    parts |= {BASE: base} if working else {}
+    parts[VECTORS] = [(name, p) for name, p in base if p.dim() == 1 and p.is_floating_point()]
+    found: dict[str, str] = {}
+    for part, tensors in parts.items():
+        extra = "" if part or not working else _text_hash(scales.items())
+        found |= {f"{_name(dtype)}{part}": _hash(tensors, dtype, extra) for dtype in dtypes if tensors}
+    packed = [name for name, p in base if p.dtype in PACKED]
+    return found | scales | ({QUANTISED: _text_hash(packed)} if packed else {})
+
+
+def is_sharded(network: nn.Module) -> bool:
+    """Whether a network holds only its share of the weights (FSDP, tensor parallel)."""
+    return any("_flat_param" in name or hasattr(p, "placements") for name, p in network.named_parameters())
+
+
+def same_weights(ours: dict[str, str], theirs: dict[str, str], *, part: str = "", of: str = "") -> bool:
+    """Whether two fingerprints agree at the finest dtype that both have: our `part` with theirs `of` it."""
+    finest = next((n for n in map(_name, _COARSER) if n + part in ours and n + of in theirs), None)
+    return finest is not None and ours[finest + part] == theirs[finest + of]
+
+
+def _split(network: nn.Module, working: Container[str]) -> tuple[list[tuple[str, Tensor]], ...]:
+    """The tensors that are a network's own, and those of the adapters at work, by name."""
+    layers = {place for place, _ in adapted_layers(network)}
+    base, own = [], []
+    for name, p in _tensors(network):
+        before, adapts = base_name(name, layers) if layers else (name, False)
+        if not adapts:
+            base.append((_WRAPPERS.sub("", before), p))
+        elif any(part in working for part in name.split(".")):
+            own.append((_WRAPPERS.sub("", before), p))
+    return sorted(base, key=_by_name), sorted(own, key=_by_name)
+
+
+def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, what packed ones consist of, and packed weights that are kept elsewhere."""
+    for name, p in network.named_parameters():
+        if p.device.type != "meta":
+            yield from _opened(name, p.detach())
+    for name, buffer in network.named_buffers():
+        if buffer.dtype in PACKED and buffer.device.type != "meta":
+            yield name, buffer.detach()
+    for name, module in network.named_modules():  # torch.ao's have a method `weight`
+        weight = module.weight() if isinstance(getattr(module, "weight", None), types.MethodType) else None
+        if isinstance(weight, Tensor) and weight.is_quantized:
+            yield f"{name}.weight", weight.int_repr()
+            yield f"{name}.values", weight.flatten()[:_SAMPLED].dequantize()
+
+
+def _opened(name: str, p: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor, or the plain ones inside one that torchao or quanto made."""
+    if not hasattr(p, "__tensor_flatten__"):
+        yield name, p
+        return
+    for inner in p.__tensor_flatten__()[0]:
+        yield from _opened(f"{name}.{inner}", getattr(p, inner))
+
+
+def _hash(tensors: list[tuple[str, Tensor]], dtype: torch.dtype, extra: str) -> str:
+    digest = hashlib.blake2b(extra.encode(), digest_size=16)
+    for name, p in tensors:
+        with torch._C.DisableTorchFunctionSubclass():  # a parameter of GGUF or bitsandbytes does more
+            flat = p.reshape(-1)
+            flat = flat.contiguous().view(torch.uint8) if p.dtype in PACKED else flat  # not all can be sliced
+            values = flat[:: max(1, p.numel() // _SAMPLED)].to("cpu")
+            if values.is_floating_point():
+                values = values.to(dtype).to(torch.float32)
+            digest.update(f"{name}{tuple(p.shape)}".encode())
+            digest.update(values.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _text_hash(texts: Iterable[Any]) -> str:
+    return hashlib.blake2b("\n".join(map(repr, texts)).encode(), digest_size=16).hexdigest()
+
+
+def _by_name(pair: tuple[str, Tensor]) -> str:
+    return pair[0]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
