@@ -58,7 +58,8 @@ def as_denoiser(
     scheduler: a diffusers scheduler, its config, or a directory holding scheduler_config.json; `process` and
     `prediction` say the same by hand and win over it. model_range: what the network was trained on; without
     it -1..1 (0..1 for ScoreSdeVeScheduler), and latents are taken as they are. vae: the autoencoder of a
-    latent model, where it does not lie beside it. batch_size: see `Denoiser`. A preconditioned network of EDM's code bases needs no scheduler.
+    latent model, where it does not lie beside it. batch_size: see `Denoiser`. A preconditioned network of
+    EDM's code bases needs no scheduler.
     """
     if isinstance(model, Denoiser):
         if any(value is not None for value in (scheduler, process, prediction, model_range, vae, arguments)):
