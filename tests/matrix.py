@@ -93,3 +93,127 @@ TEXT = [
         {"num_frames": 4},
     ),
 ]
+
+
+@dataclass(eq=False)
+class Other:
+    """A model without text."""
+
+    name: str
+    like: str
+    make: Callable[[], Any]  # whatever as_denoiser takes
+    labels: int = 0  # how many classes it has
+    how: dict[str, Any] = field(default_factory=dict)  # of as_denoiser
+    note: str = ""
+
+
+OTHERS = [
+    Other("DDPMPipeline", "DDPM", pipelines.ddpm),
+    Other("DDIMPipeline", "the same with DDIM", pipelines.ddim),
+    Other(
+        "ScoreSdeVePipeline",
+        "score SDE, variance exploding",
+        pipelines.score_sde,
+        note="told sigma, pictures in 0..1; few steps through `trueup sample`",
+    ),
+    Other(
+        "DDPMPipeline, learned variance",
+        "improved DDPM",
+        pipelines.improved,
+        note="the variance's channels are left alone",
+    ),
+    Other(
+        "UNet2DModel with an EDM scheduler", "the raw network inside EDM's preconditioner", pipelines.edm_raw
+    ),
+    Other("net(x, sigma)", "EDM's preconditioned network, by its attributes", pipelines.edm),
+    Other("net(x, sigma, class_labels)", "EDM2's, one-hot labels told as numbers", pipelines.edm2, labels=4),
+    Other("DiTPipeline", "DiT, null label, learned sigma, latents", pipelines.dit, labels=4),
+    Other("UNet2DModel, class-embedded", "class-conditional U-Nets", pipelines.by_class, labels=3),
+    Other("UNet1DModel", "audio, (C, L)", pipelines.audio),
+    Other(
+        "Denoiser, reversed flow",
+        "flow-matching research code: x0 − eps, t = 1 at the data",
+        pipelines.reversed_flow,
+    ),
+    Other("Denoiser, fields", "spectra and fields: not square, many channels, unbounded", pipelines.fields),
+]
+
+REFUSED = [
+    ("FluxPipeline with `guidance_embeds`", "distilled from guided outputs", pipelines.flux_distilled),
+    (
+        "StableDiffusionPipeline with `time_cond_proj_dim`",
+        "the network of latent consistency models",
+        pipelines.lcm,
+    ),
+    (
+        "any pipeline with LCM, TCD, SCM or another consistency scheduler",
+        "consistency models",
+        pipelines.consistent,
+    ),
+    ("WanPipeline with two networks", "each has half of the noise levels", pipelines.two_networks),
+]
+
+_OPENING = """# Models
+
+What is here was tried with diffusers' own classes, small and untrained, by the suite: every row is a test,
+and this page is written from them (`python tests/matrix.py`). A pipeline's network is called as the pipeline
+calls it: `trueup` listens to a few of its steps, and finds where x_t and the time are, how latents are
+packed, which way time runs, and what the network is told.
+
+    cal = trueup.calibrate(pipe, trueup.Images("photos", captions="captions.csv"), nfe=8)
+    trueup.attach(pipe, cal)
+    pipe.scheduler = cal.scheduler(nfe=8)
+
+## Pipelines with text
+
+| pipeline | what people have | told as it tells | guided row by row | fitted scheduler | saved and loaded | |
+|---|---|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """docs/models.md."""
+    lines = [_OPENING.rstrip("\n")]
+    for model in TEXT:
+        more = (
+            f"conditions have {' and '.join(f'`{name}`' for name in model.pictures)}"
+            if model.pictures
+            else ""
+        )
+        note = "; ".join(part for part in (model.note, more) if part)
+        lines.append(f"| {model.name} | {model.like} | yes | yes | yes | yes | {note} |")
+    lines += [
+        "",
+        "*Told as it tells*: the network's output is that of the pipeline's own call. *Guided row by row*:",
+        "with a calibration attached, what reaches the scheduler is guidance between corrected halves.",
+        "*Fitted scheduler*: the pipeline's states are those of trueup's own loop. *Saved and loaded*:",
+        "`save_pretrained`, `from_pretrained` and `attach` again give the same output, and the directory is",
+        "read from the command line as well.",
+        "",
+        "## Others",
+        "",
+        "| model | what people have | measured | corrected | fitted solver | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for other in OTHERS:
+        lines.append(f"| {other.name} | {other.like} | yes | yes | yes | {other.note} |")
+    lines += [
+        "",
+        "## Refused",
+        "",
+        "Their outputs are not conditional expectations, or nobody can tell which network made them:",
+        "",
+        "| model | why |",
+        "|---|---|",
+    ]
+    lines += [f"| {name} | {why} |" for name, why, _ in REFUSED]
+    lines += [
+        "",
+        "A model distilled for few steps that does not say so (Turbo, Lightning, schnell) looks like any",
+        "other: do not calibrate it.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

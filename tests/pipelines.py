@@ -14,6 +14,13 @@ from transformers import (
     T5EncoderModel,
 )
 
+from test_edm import EDMPrecond, Precond
+from trueup import Denoiser
+from trueup.hf import as_denoiser
+from trueup.process import ContinuousVP, Flow
+
+from tiny import tiny_unet
+
 WORDS = ["a", "cat", "dog", "photo", "of", "the", "red", "small", "house", "two"]
 
 
@@ -450,3 +457,110 @@ def sd_velocity():
 def sd_zero_snr():
     more = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
     return sd(scheduler=diffusers.DDIMScheduler(**SCHEDULE, **more))
+
+
+def ddpm():
+    return diffusers.DDPMPipeline(tiny_unet(), diffusers.DDPMScheduler())
+
+
+def ddim():
+    return diffusers.DDIMPipeline(tiny_unet(), diffusers.DDIMScheduler())
+
+
+def score_sde():
+    network = tiny_unet(in_channels=3, out_channels=3, time_embedding_type="fourier")
+    return diffusers.ScoreSdeVePipeline(network, diffusers.ScoreSdeVeScheduler(sigma_max=50.0))
+
+
+def improved():
+    network = tiny_unet(out_channels=2)
+    return diffusers.DDPMPipeline(network, diffusers.DDPMScheduler(variance_type="learned_range"))
+
+
+def edm_raw():
+    return diffusers.DDPMPipeline(tiny_unet(), diffusers.EDMEulerScheduler(sigma_data=0.5))
+
+
+def edm():
+    return EDMPrecond(img_resolution=8, img_channels=1)
+
+
+def edm2():
+    return Precond(img_resolution=8, img_channels=4, label_dim=4)
+
+
+def dit():
+    torch.manual_seed(0)
+    network = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=4,
+        in_channels=4,
+        out_channels=8,
+        num_layers=1,
+        sample_size=8,
+        num_embeds_ada_norm=4,
+        norm_num_groups=4,
+    ).eval()
+    torch.nn.init.normal_(network.proj_out_2.weight)
+    return diffusers.DiTPipeline(network, vae(), diffusers.DDIMScheduler())
+
+
+def by_class():
+    network = tiny_unet(num_class_embeds=3)
+    return as_denoiser(network, scheduler=diffusers.DDPMScheduler())
+
+
+def audio():
+    torch.manual_seed(0)
+    network = diffusers.UNet1DModel(
+        sample_size=16,
+        in_channels=2,
+        out_channels=2,
+        extra_in_channels=64,  # where the first block takes the time
+        block_out_channels=(32, 32),
+        down_block_types=("DownBlock1DNoSkip", "DownBlock1D"),
+        up_block_types=("UpBlock1D", "UpBlock1DNoSkip"),
+    ).eval()
+    return as_denoiser(network, scheduler=diffusers.DDPMScheduler())
+
+
+class Research(torch.nn.Module):
+    """Somebody's own network: a convolution that looks at the time."""
+
+    def __init__(self, channels):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mix, self.time = torch.nn.Conv2d(channels, channels, 3, padding=1), torch.nn.Linear(1, channels)
+
+    def forward(self, x, t):
+        return self.mix(x) + self.time(t.reshape(-1, 1).to(x))[..., None, None]
+
+
+def reversed_flow():
+    return Denoiser(Research(3), Flow(reversed=True), "reversed_flow", (3, 8, 8))
+
+
+def fields():
+    return Denoiser(Research(5), ContinuousVP(), "velocity", (5, 6, 20), data_range=None)
+
+
+def flux_distilled():
+    return flux(guidance_embeds=True)
+
+
+def lcm():
+    return sd(network=unet(time_cond_proj_dim=8))
+
+
+def consistent():
+    return sd(scheduler=diffusers.LCMScheduler())
+
+
+def two_networks():
+    made = wan()
+    other = diffusers.WanTransformer3DModel.from_config(made.transformer.config)
+    parts = {
+        name: made.components[name]
+        for name in ("tokenizer", "text_encoder", "vae", "transformer", "scheduler")
+    }
+    return diffusers.WanPipeline(**parts, transformer_2=other, boundary_ratio=0.9)

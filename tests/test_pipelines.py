@@ -17,11 +17,12 @@ import trueup
 from test_scheduler import random_solver
 from trueup.denoiser import prediction
 from trueup.denoiser.layout import restored
+from trueup.errors import ModelError
 from trueup.hf import as_denoiser
 from trueup.hf.models import network_of
 
 from calibrations import by_definition, make
-from matrix import TEXT
+from matrix import OTHERS, PAGE, REFUSED, TEXT, page
 
 PROMPTS = ["a cat", "the red house"]
 MODELS = pytest.mark.parametrize("model", TEXT, ids=lambda model: model.name.replace(" ", "-"))
@@ -189,3 +190,93 @@ def test_a_pipeline_is_saved_loaded_and_corrected_again(model, tmp_path):
     assert found.fingerprint() == denoiser.fingerprint()
     assert found.shape == denoiser.shape
     assert replace(found.binding()) == denoiser.binding()
+
+
+# Models without text
+
+OTHER = pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.name.replace(" ", "-"))
+
+
+@functools.lru_cache(maxsize=32)
+def opened_other(other):
+    model = other.make()
+    return model, as_denoiser(model, **other.how)
+
+
+def labels_of(other, count):
+    return torch.arange(count) % other.labels if other.labels else None
+
+
+def x_and_t(denoiser, count=4):
+    generator = torch.Generator().manual_seed(2)
+    process = denoiser.process
+    t = process.snap(process.t_of_lam(torch.linspace(2, -2, count, dtype=torch.float64)))
+    return torch.randn(count, *denoiser.shape, generator=generator), t
+
+
+@OTHER
+def test_other_models_are_measured(other):
+    _, denoiser = opened_other(other)
+    images = 0.4 * torch.randn(24, *denoiser.shape, generator=torch.Generator().manual_seed(0)).clamp(-2, 2)
+    if denoiser.data_range == (0.0, 1.0):
+        images = 0.5 + 0.5 * images
+    data = trueup.Images(images, labels=labels_of(other, 24), data_range=denoiser.data_range)
+    moments = trueup.estimate.measure(denoiser, data, levels=x_and_t(denoiser)[1], trust=True, progress=False)
+    found = trueup.estimate.fit(moments)
+    assert found.evidence.images == 24
+    assert bool((found.evidence.loss.value > 0).all())
+
+
+@OTHER
+def test_other_models_are_corrected_by_definition(other):
+    model, denoiser = opened_other(other)
+    y = labels_of(other, 4)
+    calibration = make(
+        denoiser.shape,
+        denoiser.process,
+        kind=denoiser.parametrization.name,
+        binding=denoiser.binding(y),
+        network=denoiser.network,
+        gain=0.1,
+    )
+    x_t, t = x_and_t(denoiser)
+    with torch.inference_mode():
+        bare = denoiser.predict(x_t, t, y)
+        with trueup.attach(model, calibration):
+            found = denoiser.predict(x_t, t, y)
+        expected = by_definition(calibration, bare, x_t, t)
+        close(found.double(), expected, more=0.01 * float((expected - bare).abs().max()))
+        assert torch.equal(denoiser.predict(x_t, t, y), bare)
+
+
+@OTHER
+def test_other_models_are_stepped_by_fitted_solvers(other):
+    _, denoiser = opened_other(other)
+    y = labels_of(other, 2)
+    solver = random_solver(denoiser.shape, denoiser.process, nfe=3)
+    scheduler = trueup.Scheduler.of(solver, denoiser.process, denoiser.parametrization)
+    scheduler.set_timesteps(3)
+    x, history = torch.randn(2, *denoiser.shape) * denoiser.process.prior_std, []
+    ours = theirs = x
+    with torch.inference_mode():
+        for i, t in enumerate(solver.t):
+            output = denoiser.predict(ours, t, y)
+            history = [solver.remembered(i, output, ours, denoiser.parametrization), *history][:3]
+            ours = solver.step(i, ours, history)
+            theirs = scheduler.step(
+                denoiser.predict(theirs, t, y), scheduler.timesteps[i], theirs
+            ).prev_sample
+            close(theirs, ours)
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "refused"), REFUSED, ids=lambda value: str(value)[:20].replace(" ", "-")
+)
+def test_models_that_cannot_be_calibrated_are_refused(name, why, refused):
+    said = "distilled|not conditional expectations|two networks"
+    with pytest.raises(ModelError, match=said):
+        as_denoiser(refused())
+
+
+def test_the_page_of_models_is_that_of_the_tests():
+    assert PAGE.read_text(encoding="utf-8") == page()
