@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import warnings
 from dataclasses import replace
 
@@ -17,10 +18,11 @@ import trueup
 from test_scheduler import random_solver
 from trueup.denoiser import prediction
 from trueup.denoiser.layout import restored
-from trueup.errors import ModelError
+from trueup.errors import DataError, ModelError
 from trueup.hf import as_denoiser
 from trueup.hf.models import network_of
 
+import pipelines
 from calibrations import by_definition, make
 from matrix import OTHERS, PAGE, REFUSED, TEXT, page
 
@@ -190,6 +192,42 @@ def test_a_pipeline_is_saved_loaded_and_corrected_again(model, tmp_path):
     assert found.fingerprint() == denoiser.fingerprint()
     assert found.shape == denoiser.shape
     assert replace(found.binding()) == denoiser.binding()
+
+
+def test_a_correction_by_prompt_is_attached_to_the_pipeline():
+    """Of a network that misses by what its prompt says: its text is what it answers with."""
+    model = TEXT[0]
+    pipe = model.make()
+    pipe.set_progress_bar_config(disable=True)
+    told = []
+
+    def answer(module, args, kwargs, output):
+        told.append(kwargs["encoder_hidden_states"])
+        miss = told[-1].mean(1)[:, :4, None, None]
+        return (args[0] if args else kwargs["sample"]) * 0.7 + miss
+
+    pipe.unet.register_forward_hook(lambda *call: (answer(*call),), with_kwargs=True)
+    denoiser = as_denoiser(pipe)
+    words = [" ".join(three) for three in itertools.permutations(pipelines.WORDS[:6], 3)]
+    latents = torch.randn(240, *denoiser.shape, generator=torch.Generator().manual_seed(0))
+    data = trueup.Images(latents, labels=[words[k % len(words)] for k in range(240)])
+    how = {"levels": [300, 500, 700], "per_embedding": True, "trust": True, "progress": False}
+    # A gain would take all of such an output for noise.
+    found = trueup.estimate.fit(trueup.estimate.measure(denoiser, data, **how), family="shift")
+    assert found.conditions is not None
+    y = denoiser.vocabulary.numbers(words[:2])
+    close(denoiser.vocabulary.embedding(y), pipe.encode_prompt(words[:2], "cpu", 1, False)[0])
+    with pytest.raises(DataError, match=r"prompts, which are no classes.*per_embedding=True"):
+        trueup.estimate.classes_of(data, denoiser)
+    x_t, t = torch.randn(2, *denoiser.shape), torch.tensor([500, 500])
+    bare = denoiser.predict(x_t, t, y)
+    with trueup.attach(pipe, found, gains="least-squares"):
+        corrected = denoiser.predict(x_t, t, y)
+        told.clear()
+        run(model, pipe)  # as the pipeline calls it, halves of guidance and all
+    apart = bare[0].mean((1, 2)) - bare[1].mean((1, 2))
+    left = corrected[0].mean((1, 2)) - corrected[1].mean((1, 2))
+    assert float(left.norm()) < 0.5 * float(apart.norm())
 
 
 # Models without text

@@ -316,6 +316,8 @@ def _add_fit(parser: _Parser) -> None:
     fit.add_argument("--estimator", choices=("shrunk", "regressed", "paired", "plain"), default="shrunk")
     by_class = "a correction for every class as well, of the labels that are in the data"
     fit.add_argument("--per-class", **_FLAG, help=by_class)
+    by_prompt = "a part that depends on the embeddings of prompts as well"
+    fit.add_argument("--per-embedding", **_FLAG, help=by_prompt)
     left_out = "draw no samples to judge the correction by, and save their time"
     fit.add_argument("--no-samples", dest="judged", action="store_false", help=left_out)
 

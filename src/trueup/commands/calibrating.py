@@ -119,7 +119,8 @@ def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) 
     classes = classes_of(data, denoiser) if options.per_class else ()
     if denoiser.vocabulary is not None and open_images(data, denoiser).labels is None:
         say(options, "these images have no captions: the network is told the empty prompt (--captions)")
-    moments = measure(denoiser, data, run=run, trust=trust, classes=classes, **common)
+    common |= {"trust": trust, "classes": classes, "per_embedding": options.per_embedding}
+    moments = measure(denoiser, data, run=run, **common)
     for reason in moments.skipped[:5]:
         say(options, f"skipped: {reason}")
     if moments.skipped:

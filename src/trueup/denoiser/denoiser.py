@@ -252,6 +252,10 @@ class Denoiser:
         scale, offset = self.process.told
         return self._call(x_t, times if scale == 1.0 and not offset else scale * times + offset, *y)
 
+    def embedding(self, y: Tensor) -> Tensor:
+        """What conditions say, as the network is told it: of a vocabulary's numbers their embeddings."""
+        return y if self.vocabulary is None else self.vocabulary.embedding(y)
+
     def takes_whole_times_only(self, y: Any = None) -> bool:
         """Whether the network tells only whole timesteps apart (an embedding table, a cast).
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from trueup.calibration.conditions import Projection, pooled
 from trueup.calibration.correction import LEVEL_SPACING
 from trueup.denoiser import Denoiser, in_parts
-from trueup.errors import DataError, ModelError
+from trueup.errors import Argument, DataError, ModelError
 from trueup.estimate.conditions import Conditions, keys, see
 from trueup.estimate.diagnose import check_use, refuse_nonsense
 from trueup.estimate.moments import Moments
@@ -151,6 +151,9 @@ def classes_of(data: Any, model: Any) -> list[int]:
         )
     if not denoiser.conditional:
         raise DataError("the network takes no labels, so that it has no classes to be calibrated for")
+    if denoiser.vocabulary is not None:
+        problem = "this network is told prompts, which are no classes"
+        raise DataError(problem, "calibrate it by their embeddings, with {}", Argument("per_embedding", True))
     for batch in samples.batches(256):
         if batch.y is None:
             raise DataError(NEEDS_LABELS)
@@ -176,9 +179,10 @@ def _embeddings(samples: Samples, denoiser: Denoiser) -> tuple[Projection, int]:
         for batch in samples.batches(256):
             if batch.y is None:
                 raise DataError(NEEDS_LABELS)
-            if not batch.y.is_floating_point() or batch.y.ndim < 2:
+            c = denoiser.embedding(batch.y)
+            if not c.is_floating_point() or c.ndim < 2:
                 raise DataError("these labels are no embeddings but classes: calibrate by class (per_class)")
-            yield pooled(batch.y)
+            yield pooled(c)
 
     return see(all_of())
 
@@ -228,7 +232,7 @@ def _measure(
             if not len(moments.indices):
                 check_responds(denoiser, batch, seed)
             if moments.conditions is not None and batch.y is not None and samples.images.groups is None:
-                batch = replace(batch, group=keys(batch.y))
+                batch = replace(batch, group=keys(denoiser.embedding(batch.y)))
             _bind(denoiser, moments, batch.y)
             add_batch(moments, denoiser, batch, seed)
             if run is not None:
@@ -273,6 +277,9 @@ def add_batch(moments: Moments, denoiser: Denoiser, batch: Batch, seed: int) -> 
         eps = normals(seed, rows.index, keys[levels], denoiser.shape, device)  # (l, B, C, *spatial)
         x_t = a * rows.x0 + s * eps  # equation 1
         outputs = [denoiser.predict(x, t, rows.y) for x, t in zip(x_t, times[levels], strict=True)]
+        said = rows.y if by_condition else None
+        if said is not None and moments.conditions is not None:
+            said = denoiser.embedding(said)
         with torch.autocast(device.type, enabled=False):
             eps_hat = denoiser.parametrization.to_eps(torch.stack(outputs).float(), x_t, a, s)
             count = len(eps)
@@ -280,9 +287,7 @@ def add_batch(moments: Moments, denoiser: Denoiser, batch: Batch, seed: int) -> 
                 positions[levels].repeat_interleave(len(rows)),
                 rows.index.repeat(count),
                 *(v.flatten(0, 1) for v in (eps_hat, eps, x_t / s)),
-                y=None
-                if rows.y is None or not by_condition
-                else rows.y.repeat(count, *[1] * (rows.y.ndim - 1)),
+                y=None if said is None else said.repeat(count, *[1] * (said.ndim - 1)),
                 group=None if rows.group is None else rows.group.repeat(count),
             )
 

@@ -30,6 +30,7 @@ from trueup.errors import ModelError
 from trueup.files import line
 
 _STEPS = 3  # enough to see a line in time
+TEXT = "encoder_hidden_states"  # embeddings of a prompt, as networks call them
 PICTURES = ("image", "mask_image", "control_image")  # arguments of pipelines
 
 
@@ -65,6 +66,14 @@ class Told:
         own = [(leaf, each) for leaf, each in zip(leaves, self.times, strict=True) if each]
         count = len(heard.arguments[self.x])
         return [[leaf[k * each : (k + 1) * each].cpu() for leaf, each in own] for k in range(count)]
+
+    def own(self, name: str) -> int | None:
+        """Where an argument, if it is one tensor that each row has, is among those of `rows`."""
+        if name not in self.names:
+            return None
+        parts = pytree.tree_unflatten(list(range(len(self.times))), self.spec)
+        leaf = parts[self.names.index(name)]
+        return sum(map(bool, self.times[:leaf])) if isinstance(leaf, int) and self.times[leaf] else None
 
     def arguments(self, x_t: Tensor, t: Tensor, rows: Sequence[Sequence[Tensor]]) -> dict[str, Any]:
         """Arguments that tell every row its own."""
@@ -187,7 +196,8 @@ class Pipeline:
         channels = min(x.shape[1], raw.shape[1])  # x_t may come with a condition's, outputs with a variance's
         turned = self._turned(raw[:, :channels], stepped[0][0])
         at_x, at_t = (place(self.network, name) for name in (network.x, network.t))
-        binding = Binding(at_x, at_t, None, network.scale, network.offset, layout, turned)
+        at_y = None if network.own(TEXT) is None else place(self.network, TEXT)
+        binding = Binding(at_x, at_t, at_y, network.scale, network.offset, layout, turned)
         return Interface(binding, (channels, *x.shape[2:]), network, helper, made)
 
     def _odd(self, what: str) -> ModelError:

@@ -14,7 +14,7 @@ from torch import Tensor
 from trueup.denoiser import prediction
 from trueup.denoiser.layout import arranged, restored
 from trueup.errors import DataError
-from trueup.hf.listening import PICTURES, Heard, Interface, Pipeline, more_channels
+from trueup.hf.listening import PICTURES, TEXT, Heard, Interface, Pipeline, more_channels
 
 _AT_ONCE = 16  # conditions that a text encoder is handed together
 
@@ -61,9 +61,15 @@ class Vocabulary:
         self._said.update(zip(found, said, strict=True))
         return torch.tensor(found, dtype=torch.int64)
 
-    def words(self, number: int) -> str:
-        """What a number stands for, in words."""
-        return str(self._said.get(number, {}).get("prompt", ""))
+    def embedding(self, y: Tensor) -> Tensor:
+        """Embeddings of prompts, (B, tokens, width)."""
+        k = self.interface.network.own(TEXT)
+        if k is None:
+            raise DataError("this pipeline's network is told no embedding of its prompts that could be read")
+        rows = [row.network[k] for row in self.rows(y.reshape(-1).tolist())]
+        if len({row.shape for row in rows}) > 1:
+            raise DataError("this pipeline's prompts have embeddings of different lengths")
+        return torch.cat(rows).float().to(y.device)
 
     def nulls(self, y: Tensor) -> Tensor:
         """What stands for no prompt beside each condition: the same for all, but for pictures that stay."""
