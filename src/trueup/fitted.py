@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trueup.bands import Bands
+from trueup.bands import Bands, resampled
 from trueup.errors import ArtifactError, TrueupError
 from trueup.parametrization import Parametrization
 from trueup.stored import (
@@ -172,6 +172,8 @@ class FittedSolver:
 
         Where less is remembered than it needs, as after a start in the middle, it is a step of first order.
         """
+        if tuple(x.shape[2:]) != self.bands.spatial:
+            return self.resized(x.shape[2:]).step(i, x, history)
         if len(history) < self.memory(i):
             on_x, on_h = self.first_order(i)
             return torch.add(x * on_x, history[0], alpha=on_h)
@@ -186,6 +188,17 @@ class FittedSolver:
         parts = torch.stack([x, *history])  # (J, B, C, *spatial)
         z = (self.bands.dct(parts) * tables[: len(parts), None]).sum(0)
         return made + self.bands.idct(z + offset)
+
+    def resized(self, spatial: Sequence[int]) -> FittedSolver:
+        """The same steps for samples of another size: weights by frequency, maps by picture; equation 63."""
+        size = tuple(spatial)
+        if size == self.bands.spatial:
+            return self
+        if size not in self._ready:
+            bands, old = self.bands.resized(size)
+            offset = resampled(self.offset, self.bands.spatial, size)
+            self._ready[size] = replace(self, bands=bands, tables=self.tables[..., old], offset=offset)
+        return self._ready[size]
 
     def memory(self, i: int) -> int:
         """How many of the network's answers step i uses."""

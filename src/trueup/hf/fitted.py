@@ -202,12 +202,12 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
         if kwargs.get("eta"):
             warnings.warn("a fitted solver adds no noise: eta is ignored", stacklevel=2)
         solver, channels = self.solver, self.solver.shape[0]
-        found = tuple(sample.shape[1:]), tuple(model_output.shape[2:])
-        if found != (solver.shape, solver.shape[1:]) or model_output.shape[1] not in (channels, 2 * channels):
-            shapes = f"{found[0]} and outputs of shape {tuple(model_output.shape[1:])}"
-            raise MismatchError(
-                f"this scheduler was fitted for samples of shape {solver.shape}, not {shapes}"
-            )
+        as_wanted = sample.ndim == 1 + len(solver.shape) and sample.shape[1] == channels
+        as_wanted = as_wanted and sample.shape[2:] == model_output.shape[2:]
+        if not as_wanted or model_output.shape[1] not in (channels, 2 * channels):
+            shapes = f"{tuple(sample.shape[1:])} and outputs of shape {tuple(model_output.shape[1:])}"
+            made_for = f"samples of shape {solver.shape}, or {channels} channels of another size"
+            raise MismatchError(f"this scheduler was fitted for {made_for}, not {shapes}")
         if self._step_index is None:
             begin = self._begin_index
             self._step_index = self.index_for_timestep(timestep) if begin is None else begin
