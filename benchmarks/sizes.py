@@ -26,7 +26,7 @@ def crop(images: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def enlarged(images: np.ndarray, height: int, width: int) -> np.ndarray:
-    pixels = torch.from_numpy(np.ascontiguousarray(images)).movedim(-1, 1).float()
+    pixels = torch.from_numpy(np.array(images)).movedim(-1, 1).float()
     made = torch.nn.functional.interpolate(pixels, (height, width), mode="bicubic", antialias=True)
     return made.clamp(0, 255).round().to(torch.uint8).movedim(1, -1).numpy()
 
