@@ -233,7 +233,9 @@ def test_samples_of_another_shape_are_refused(scheduler):
     odd += [(start(), start(shape=shape)) for shape in ((3, 8, 8), (1, 8, 16))]
     for sample, output in odd:
         scheduler.set_timesteps(5)
-        with pytest.raises(MismatchError, match=r"samples of shape \(1, 8, 8\), or 1 channels of another size, not"):
+        with pytest.raises(
+            MismatchError, match=r"samples of shape \(1, 8, 8\), or 1 channels of another size, not"
+        ):
             scheduler.step(output, scheduler.timesteps[0], sample)
 
 

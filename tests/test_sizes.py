@@ -1,4 +1,4 @@
-"""One calibration at other heights, widths and lengths: what is resampled, and that the miss goes there too."""
+"""One calibration at other heights, widths and lengths: what is resampled, and that the miss goes too."""
 
 import math
 import warnings
@@ -87,12 +87,16 @@ def test_the_size_it_was_made_for_changes_not_one_bit(calibration):
     assert calibration.correction.resized((16, 16)) is calibration.correction
 
 
-@pytest.mark.parametrize(("shape", "there"), [((3, 16, 16), (32, 32)), ((1, 12), (30,)), ((2, 4, 6, 8), (8, 9, 10))])
+@pytest.mark.parametrize(
+    ("shape", "there"), [((3, 16, 16), (32, 32)), ((1, 12), (30,)), ((2, 4, 6, 8), (8, 9, 10))]
+)
 def test_there_and_back_is_what_it_was(shape, there):
     cal = make(shape, levels=[0.2, 0.6], keep=range(99), solvers=True)
     back = cal.resized(there).resized(shape[1:])
     for name in ("b", "a", "d", "support"):
-        assert torch.allclose(getattr(back.correction, name), getattr(cal.correction, name), rtol=0, atol=1e-12)
+        assert torch.allclose(
+            getattr(back.correction, name), getattr(cal.correction, name), rtol=0, atol=1e-12
+        )
     ours, theirs = cal.correction.innovation, back.correction.innovation
     assert torch.equal(ours.rho, theirs.rho)
     assert torch.allclose(ours.mean, theirs.mean, rtol=0, atol=1e-12)
@@ -140,7 +144,9 @@ def test_the_mean_of_what_is_taken_off_is_the_same_picture():
             eps_hat = inner.mean + c.bands.spread(inner.rho) * u
             means.append(c.b + c.bands.spread(c.a) * eps_hat + c.bands.spread(c.d) * u)
     for small, large in zip(means[:2], means[2:], strict=True):
-        assert torch.allclose(resampled(small, (8, 8), (16, 16)), large, rtol=0, atol=1e-9 * float(small.abs().max()))
+        assert torch.allclose(
+            resampled(small, (8, 8), (16, 16)), large, rtol=0, atol=1e-9 * float(small.abs().max())
+        )
 
 
 # The hook
@@ -164,7 +170,9 @@ def test_an_attached_network_takes_any_size_without_a_word():
         for spatial in ((8, 8), (12, 20), (4, 4), (8, 8)):
             x = randn(2, 3, *spatial)
             expected = by_definition(cal.resized(spatial), net.layer(x), x, t)
-            assert torch.allclose(net(x, t).double(), expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
+            assert torch.allclose(
+                net(x, t).double(), expected, rtol=0, atol=1e-3 * float(expected.abs().max())
+            )
 
 
 @torch.no_grad()
@@ -214,7 +222,9 @@ def test_what_depends_on_an_embedding_is_a_picture():
     maps[..., 0] = 8 * 0.25  # of 64 pixels of 0.25
     one = torch.ones(1, 1)
     seen = Projection(torch.zeros(1), one, torch.zeros(0, 2), torch.zeros(0, 0))
-    cal.conditions = OfConditions(seen, maps, torch.ones(1, cal.correction.bands.count).double(), 40, Number(1.0))
+    cal.conditions = OfConditions(
+        seen, maps, torch.ones(1, cal.correction.bands.count).double(), 40, Number(1.0)
+    )
     output, x_t = randn(2, 1, 1, 12, 4)
     got = CorrectOutput(cal).correct(output, x_t, torch.tensor(300), one)
     assert torch.allclose(output - got, torch.full_like(output, 0.25), rtol=0, atol=1e-5)
@@ -223,15 +233,19 @@ def test_what_depends_on_an_embedding_is_a_picture():
 def test_a_grid_with_no_room_for_the_map_is_left_alone():
     cal = make((1, 8, 8), levels=[0.2, 0.6], family="shift", keep=(4,))
     output, x_t = randn(2, 2, 1, 2, 2)
-    assert torch.allclose(CorrectOutput(cal).correct(output, x_t, torch.tensor(0.4)), output, rtol=0, atol=1e-6)
+    assert torch.allclose(
+        CorrectOutput(cal).correct(output, x_t, torch.tensor(0.4)), output, rtol=0, atol=1e-6
+    )
 
 
 def test_other_channels_and_axes_are_refused():
     net = Net(4)
     cal = make((3, 8, 8), LINEAR, 5)
-    with trueup.attach(net, cal, force=True):
-        with pytest.raises(MismatchError, match=r"\(3, 8, 8\), or 3 channels of another size; .* \(4, 8, 8\)"):
-            net(randn(1, 4, 8, 8), torch.tensor(10))
+    with (
+        trueup.attach(net, cal, force=True),
+        pytest.raises(MismatchError, match=r"\(3, 8, 8\), or 3 channels of another size; .* \(4, 8, 8\)"),
+    ):
+        net(randn(1, 4, 8, 8), torch.tensor(10))
     net = Net()
     cal = make((3, 8, 8), LINEAR, 5, network=net)
     for shape in ((4, 8, 8), (3, 8), (3, 8, 8, 8)):

@@ -92,7 +92,7 @@ class Bands:
         if any(b <= a for a, b in zip(self.edges, self.edges[1:], strict=False)):
             raise TrueupError("band edges must rise")
         index = torch.bucketize(radius, torch.tensor(self.edges, dtype=torch.float64), right=True)
-        # Between which edges each band lies; those with no member are dropped. And (*spatial) each one's band.
+        # Between which edges a band lies, those with no member dropped; and each coefficient's, (*spatial).
         self.between, self.index = torch.unique(index, return_inverse=True)
         self.count = int(self.index.max()) + 1
         self.sizes = torch.bincount(self.index.flatten(), minlength=self.count)
@@ -159,13 +159,13 @@ def resampled(z: Tensor, spatial: Sequence[int], onto: Sequence[int]) -> Tensor:
     A coefficient keeps its half-cycles over the picture, and its amplitude in pixels; what the grid has no
     room for is dropped.
 
-    >>> resampled(torch.tensor([2.0, 0.5, 0.0, 0.0]), (2, 2), (2, 8)).tolist()[:3]  # all pixels 1, and a slope
+    >>> resampled(torch.tensor([2.0, 0.5, 0.0, 0.0]), (2, 2), (2, 8)).tolist()[:3]  # mean 1, and a slope
     [4.0, 1.0, 0.0]
     """
     scale = math.sqrt(math.prod(onto) / math.prod(spatial))
-    shared = [slice(min(n, m)) for n, m in zip(spatial, onto, strict=True)]
+    shared: tuple[Any, ...] = (..., *(slice(min(n, m)) for n, m in zip(spatial, onto, strict=True)))
     made = z.new_zeros(*z.shape[:-1], *onto)
-    made[(..., *shared)] = scale * z.reshape(*z.shape[:-1], *spatial)[(..., *shared)]
+    made[shared] = scale * z.reshape(*z.shape[:-1], *spatial)[shared]
     return made.flatten(-len(onto))
 
 
