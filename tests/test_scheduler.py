@@ -234,7 +234,7 @@ def test_samples_of_another_shape_are_refused(scheduler):
     for sample, output in odd:
         scheduler.set_timesteps(5)
         with pytest.raises(
-            MismatchError, match=r"samples of shape \(1, 8, 8\), or 1 channels of another size, not"
+            MismatchError, match=r"samples of shape \(1, 8, 8\), or with as many channels and axes, not"
         ):
             scheduler.step(output, scheduler.timesteps[0], sample)
 

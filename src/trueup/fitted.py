@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trueup.bands import Bands, resampled
+from trueup.bands import Bands
 from trueup.errors import ArtifactError, TrueupError
 from trueup.parametrization import Parametrization
 from trueup.stored import (
@@ -190,14 +190,19 @@ class FittedSolver:
         return made + self.bands.idct(z + offset)
 
     def resized(self, spatial: Sequence[int]) -> FittedSolver:
-        """The same steps for samples of another size: weights by frequency, maps by picture; equation 63."""
+        """For samples of another size: the rule it started from, on its levels.
+
+        What was fitted to trajectories of one size does harm at others (docs/results.md, "Other sizes").
+        """
         size = tuple(spatial)
         if size == self.bands.spatial:
             return self
         if size not in self._ready:
-            bands, old = self.bands.resized(size)
-            offset = resampled(self.offset, self.bands.spatial, size)
-            self._ready[size] = replace(self, bands=bands, tables=self.tables[..., old], offset=offset)
+            bands = self.bands.resized(size)[0]
+            tables = self.tables.new_zeros(*self.tables.shape[:-1], bands.count)
+            offset = self.offset.new_zeros(*self.offset.shape[:-1], bands.index.numel())
+            made = replace(self, bands=bands, tables=tables, offset=offset, evidence={})
+            self._ready[size] = made
         return self._ready[size]
 
     def memory(self, i: int) -> int:

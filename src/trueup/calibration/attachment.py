@@ -210,7 +210,7 @@ def _check_model(model: Any, target: Any, denoiser: Denoiser | None, calibration
     if denoiser is not None:
         made, this = calibration.shape, denoiser.shape
         if (made[0], len(made)) != (this[0], len(this)):  # heights and widths may be others
-            made_for = f"samples of shape {made}, or {made[0]} channels of another size"
+            made_for = f"samples of shape {made}, or with as many channels and axes"
             raise MismatchError(f"this calibration was made for {made_for}, not {this}")
         process, parametrization = denoiser.process, denoiser.parametrization
     elif is_pipeline(model) and model.scheduler is not None:

@@ -85,8 +85,8 @@ class CorrectOutput:
         channels = self.shape[0]
         if output.ndim != 1 + len(self.shape) or output.shape[1] not in (channels, 2 * channels):
             raise MismatchError(
-                f"the calibration was made for samples of shape {self.shape}, or {channels} channels of "
-                f"another size; the network returned {tuple(output.shape[1:])}"
+                f"the calibration was made for samples of shape {self.shape}, or with as many channels and "
+                f"axes; the network returned {tuple(output.shape[1:])}"
             )
         assert self.binding is not None
         x_t, t = self.binding.x.of(args, kwargs), self.binding.t.of(args, kwargs)

@@ -206,7 +206,7 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
         as_wanted = as_wanted and sample.shape[2:] == model_output.shape[2:]
         if not as_wanted or model_output.shape[1] not in (channels, 2 * channels):
             shapes = f"{tuple(sample.shape[1:])} and outputs of shape {tuple(model_output.shape[1:])}"
-            made_for = f"samples of shape {solver.shape}, or {channels} channels of another size"
+            made_for = f"samples of shape {solver.shape}, or with as many channels and axes"
             raise MismatchError(f"this scheduler was fitted for {made_for}, not {shapes}")
         if self._step_index is None:
             begin = self._begin_index
