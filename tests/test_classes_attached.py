@@ -252,10 +252,10 @@ def test_the_kernel_picks_by_label(fused, monkeypatch, t):
     cal = by_class()
     x_t, output = randn(2, 7, *SHAPE).to(device)
     hook = CorrectOutput(cal)
-    tables, used = hook._tables(device, torch.float32)._replace(fused=fused), []
+    tables, used = hook._tables(device, torch.float32, SHAPE[1:])._replace(fused=fused), []
     correct = fused.correct
     monkeypatch.setattr(fused, "correct", lambda *args: used.append(1) or correct(*args))
-    hook._ready[device, torch.float32] = tables
+    hook._ready[device, torch.float32, SHAPE[1:]] = tables
     got = hook.correct(output, x_t, t, MIXED.to(device)).cpu()
     assert used
     assert close(got, as_defined(cal, output.cpu(), x_t.cpu(), t, MIXED), 2e-5)

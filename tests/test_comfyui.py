@@ -315,11 +315,13 @@ def test_a_shift_of_a_flow_is_no_other_noise(comfy, nodes):
     assert_same(denoised(comfy, turned, x, sigma), found, 2e-5)
 
 
-def test_other_sizes_are_refused_while_sampling(comfy, nodes):
-    (made,) = nodes.TrueupCalibrate().calibrate(model(comfy, "EPS"), calibration("EPS", shape=(4, 8, 8)))
-    x, sigma = states("EPS", ROWS)
-    with pytest.raises(MismatchError, match="made for latents of 8 x 8, not 6 x 8: make images of that size"):
-        denoised(comfy, made, x, sigma)
+def test_other_sizes_are_corrected_as_a_resized_calibration_does(comfy, nodes):
+    cal, (x, sigma) = calibration("EPS", shape=(4, 8, 8)), states("EPS", ROWS)
+    (made,) = nodes.TrueupCalibrate().calibrate(model(comfy, "EPS"), cal)
+    (resized,) = nodes.TrueupCalibrate().calibrate(model(comfy, "EPS"), cal.resized((6, 8)))
+    found = denoised(comfy, made, x, sigma)
+    torch.testing.assert_close(found, denoised(comfy, resized, x, sigma))
+    assert not torch.allclose(found, denoised(comfy, model(comfy, "EPS"), x, sigma))
 
 
 def test_files_are_found_by_name_and_by_path(comfy, nodes, tmp_path):
@@ -432,8 +434,6 @@ def test_steps_that_were_not_fitted_are_refused(comfy, nodes):
     for others in (sigmas * 0.9, sigmas[[0, 2, 3]], sigmas[:1]):
         with pytest.raises(MismatchError, match="steps from one of its own levels to the next"):
             sampler.sampler_function(None, noise, others)
-    with pytest.raises(MismatchError, match="solver was made for latents of 6 x 8, not 8 x 8"):
-        sampler.sampler_function(None, torch.zeros(1, 4, 8, 8), sigmas)
 
 
 @pytest.mark.parametrize(

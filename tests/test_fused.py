@@ -15,7 +15,7 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 
 def kernel(fused, hook, output, x_t, t):
     """What the hook would hand the kernel."""
-    tables = hook._tables(DEVICE, torch.float32)
+    tables = hook._tables(DEVICE, torch.float32, tuple(output.shape[2:]))
     knots = tables.knots[hook._node(t, len(output), tables)]
     assert fused.fits(output, x_t)
     return fused.correct(
@@ -70,7 +70,7 @@ def test_slices_half_precision_and_a_narrow_box(fused):
     cal = make((2, 8, 8), kind="velocity", levels=[0.2, 0.6], keep=(0, 1))
     cal.correction.a[..., 2:], cal.correction.d[..., 2:] = 0, 0  # only the lowest frequencies are corrected
     hook = CorrectOutput(cal)
-    assert [m.shape for m in hook._tables(DEVICE, torch.float32).forward] == [(2, 8), (2, 8)]
+    assert [m.shape for m in hook._tables(DEVICE, torch.float32, (8, 8)).forward] == [(2, 8), (2, 8)]
     both = torch.randn(2, 4, 4, 8, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE).half()
     output, x_t, t = both[0, :, :2], both[1, :, 2:], torch.tensor(0.4)  # strided over the batch
     got = kernel(fused, hook, output, x_t, t)

@@ -155,11 +155,15 @@ def test_other_numbers_of_steps_are_refused(pipe, calibration, embeddings):
     pipe(**arguments(embeddings))  # and goes on working
 
 
-def test_other_sizes_are_refused(pipe, calibration, embeddings):
+def test_other_sizes_are_stepped_and_corrected_as_resized(pipe, denoiser, calibration, embeddings):
     pipe.scheduler = calibration.scheduler(STEPS, GUIDANCE)
-    latents = torch.randn(4, 4, 16, 16)
-    with pytest.raises(MismatchError, match=r"fitted for samples of shape \(4, 8, 8\), not \(4, 16, 16\)"):
-        pipe(**arguments(embeddings, latents=latents, height=16, width=16))
+    start = torch.randn(4, 4, 16, 8, generator=torch.Generator().manual_seed(5))
+    with trueup.attach(pipe, calibration):
+        made = pipe(**arguments(embeddings, latents=start, height=16, width=8)).images
+    solver = calibration.solver(STEPS, GUIDANCE).resized((16, 8))
+    expected = by_hand(denoiser, calibration.resized((16, 8)), solver, start)
+    assert torch.allclose(made, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    pipe(**arguments(embeddings))  # and the first size again
 
 
 @pytest.mark.parametrize(("strength", "begin"), [(1.0, 0), (0.8, 1), (0.4, 3)])

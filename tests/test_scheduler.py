@@ -229,9 +229,13 @@ def test_learned_variances_are_left_out(scheduler):
 
 
 def test_samples_of_another_shape_are_refused(scheduler):
-    for sample, output in ((start(shape=(1, 16, 16)),) * 2, (start(), start(shape=(3, 8, 8)))):
+    odd = [(start(shape=shape),) * 2 for shape in ((2, 8, 8), (1, 8), (1, 8, 8, 8))]
+    odd += [(start(), start(shape=shape)) for shape in ((3, 8, 8), (1, 8, 16))]
+    for sample, output in odd:
         scheduler.set_timesteps(5)
-        with pytest.raises(MismatchError, match=r"fitted for samples of shape \(1, 8, 8\), not"):
+        with pytest.raises(
+            MismatchError, match=r"samples of shape \(1, 8, 8\), or with as many channels and axes, not"
+        ):
             scheduler.step(output, scheduler.timesteps[0], sample)
 
 

@@ -95,12 +95,7 @@ def corrected(model: Any, calibration: Calibration, gains: str | None = None) ->
 def sized(made: Sized, shape: tuple[int, ...]) -> Sized:
     """A calibration or a solver for latents of a shape."""
     _check_channels(made.shape, shape[0])
-    if made.shape == shape:
-        return made
-    ours, theirs = (" x ".join(map(str, spatial)) for spatial in (made.shape[1:], shape[1:]))
-    noun = "calibration" if isinstance(made, Calibration) else "solver"
-    problem = f"this {noun} was made for latents of {ours}, not {theirs}"
-    raise MismatchError(problem, "make images of that size, or calibrate at this one")
+    return made if made.shape == shape else made.resized(shape[1:])
 
 
 def _check_channels(shape: tuple[int, ...], channels: int) -> None:

@@ -92,12 +92,30 @@ class Bands:
         if any(b <= a for a, b in zip(self.edges, self.edges[1:], strict=False)):
             raise TrueupError("band edges must rise")
         index = torch.bucketize(radius, torch.tensor(self.edges, dtype=torch.float64), right=True)
-        _, self.index = torch.unique(index, return_inverse=True)  # (*spatial), bands with no member dropped
+        # Between which edges a band lies, those with no member dropped; and each coefficient's, (*spatial).
+        self.between, self.index = torch.unique(index, return_inverse=True)
         self.count = int(self.index.max()) + 1
         self.sizes = torch.bincount(self.index.flatten(), minlength=self.count)
         self._ready: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor], Tensor]] = {}
+        self._sized: dict[tuple[int, ...], tuple[Bands, Tensor]] = {}
         order = self.index.flatten().argsort(stable=True)
         self.members = order.split(self.sizes.tolist())  # of each band, its coefficients
+
+    def resized(self, spatial: Sequence[int]) -> tuple[Bands, Tensor]:
+        """The bands of the same frequencies in cycles per pixel on another grid, and which of these each is.
+
+        >>> bands, old = Bands((8, 8)).resized((4, 4))  # which has every second frequency
+        >>> old.tolist(), bands.index[0].tolist()
+        ([0, 2, 3, 4, 5, 6], [0, 1, 3, 4])
+        """
+        key = tuple(spatial)
+        if key not in self._sized:
+            if len(key) != len(self.spatial):
+                raise TrueupError(f"bands of {len(self.spatial)} axes cannot be resized to {key}")
+            ratio = max(key) / max(self.spatial)
+            bands = Bands(key, [round(edge * ratio, 9) for edge in self.edges])  # there and back is the same
+            self._sized[key] = bands, torch.searchsorted(self.between, bands.between, right=True) - 1
+        return self._sized[key]
 
     def dct(self, x: Tensor) -> Tensor:
         """DCT over the spatial axes, (..., *spatial) -> (..., *spatial)."""
@@ -133,6 +151,22 @@ class Bands:
     def spread(self, x: Tensor) -> Tensor:
         """Give every coefficient its band's value, (..., bands) -> (..., K)."""
         return x[..., self.index.flatten().to(x.device)]
+
+
+def resampled(z: Tensor, spatial: Sequence[int], onto: Sequence[int]) -> Tensor:
+    """The same pictures on another grid, as their DCT: (..., K) of spatial -> (..., K') of onto.
+
+    A coefficient keeps its half-cycles over the picture, and its amplitude in pixels; what the grid has no
+    room for is dropped.
+
+    >>> resampled(torch.tensor([2.0, 0.5, 0.0, 0.0]), (2, 2), (2, 8)).tolist()[:3]  # mean 1, and a slope
+    [4.0, 1.0, 0.0]
+    """
+    scale = math.sqrt(math.prod(onto) / math.prod(spatial))
+    shared: tuple[Any, ...] = (..., *(slice(min(n, m)) for n, m in zip(spatial, onto, strict=True)))
+    made = z.new_zeros(*z.shape[:-1], *onto)
+    made[shared] = scale * z.reshape(*z.shape[:-1], *spatial)[shared]
+    return made.flatten(-len(onto))
 
 
 def default_edges(largest_radius: float) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -172,6 +172,8 @@ class FittedSolver:
 
         Where less is remembered than it needs, as after a start in the middle, it is a step of first order.
         """
+        if tuple(x.shape[2:]) != self.bands.spatial:
+            return self.resized(x.shape[2:]).step(i, x, history)
         if len(history) < self.memory(i):
             on_x, on_h = self.first_order(i)
             return torch.add(x * on_x, history[0], alpha=on_h)
@@ -186,6 +188,22 @@ class FittedSolver:
         parts = torch.stack([x, *history])  # (J, B, C, *spatial)
         z = (self.bands.dct(parts) * tables[: len(parts), None]).sum(0)
         return made + self.bands.idct(z + offset)
+
+    def resized(self, spatial: Sequence[int]) -> FittedSolver:
+        """For samples of another size: the rule it started from, on its levels.
+
+        What was fitted to trajectories of one size does harm at others (docs/results.md, "Other sizes").
+        """
+        size = tuple(spatial)
+        if size == self.bands.spatial:
+            return self
+        if size not in self._ready:
+            bands = self.bands.resized(size)[0]
+            tables = self.tables.new_zeros(*self.tables.shape[:-1], bands.count)
+            offset = self.offset.new_zeros(*self.offset.shape[:-1], bands.index.numel())
+            made = replace(self, bands=bands, tables=tables, offset=offset, evidence={})
+            self._ready[size] = made
+        return self._ready[size]
 
     def memory(self, i: int) -> int:
         """How many of the network's answers step i uses."""

@@ -110,7 +110,8 @@ class Attachment:
             return
         weight = next(self._target.parameters(), None)
         if weight is not None and weight.device.type != "meta":
-            self._hook.prepare(weight.device, weight.dtype)
+            spatial = None if self._denoiser is None else self._denoiser.shape[1:]
+            self._hook.prepare(weight.device, weight.dtype, spatial)
         try:
             self._target.register_forward_hook(self._hook, with_kwargs=True)
         except RuntimeError:  # torch.jit.script's do not
@@ -206,9 +207,10 @@ def _check_model(model: Any, target: Any, denoiser: Denoiser | None, calibration
     elif not calibration.fits(weights):
         raise of_other_weights(calibration, weights, target)
     if denoiser is not None:
-        made_for = f"this calibration was made for samples of shape {calibration.shape}"
-        if denoiser.shape != calibration.shape:
-            raise MismatchError(f"{made_for}, not {denoiser.shape}")
+        made, this = calibration.shape, denoiser.shape
+        if (made[0], len(made)) != (this[0], len(this)):  # heights and widths may be others
+            made_for = f"samples of shape {made}, or with as many channels and axes"
+            raise MismatchError(f"this calibration was made for {made_for}, not {this}")
         process, parametrization = denoiser.process, denoiser.parametrization
     elif is_pipeline(model) and model.scheduler is not None:
         process, parametrization = schedule(config_of(model.scheduler))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trueup.bands import Bands
+from trueup.bands import Bands, resampled
 from trueup.calibration.artifact import KIND, identity_of, pack_calibration, unpack_calibration
 from trueup.calibration.classes import OfClass
 from trueup.calibration.conditions import OfConditions
@@ -148,6 +149,31 @@ class Calibration:
     def measured(self) -> bool:
         """Whether the network was measured on data; else it corrects nothing, and has solvers alone."""
         return self.data_images > 0
+
+    def resized(self, spatial: Sequence[int]) -> Calibration:
+        """The same for samples of another size, which `attach` makes by itself; equation 63.
+
+        Evidence stays what it is: of the size that was measured.
+        """
+        made = self.correction.bands
+        if tuple(spatial) == made.spatial:
+            return self
+        bands, old = made.resized(spatial)
+        mean, conditions = self.data_mean, self.conditions
+        own = [None if of.correction is None else of.correction.resized(spatial, mean) for of in self.classes]
+        return replace(
+            self,
+            correction=self.correction.resized(spatial, mean),
+            shape=(self.shape[0], *bands.spatial),
+            evidence=replace(self.evidence, scale=self.evidence.scale[..., old]),
+            data_mean=resampled(mean, made.spatial, spatial),
+            data_variance=self.data_variance[..., old],
+            data_variance_se=self.data_variance_se[..., old],
+            provenance={**self.provenance, "measured_shape": list(self.shape)},
+            solvers=tuple(solver.resized(spatial) for solver in self.solvers),
+            classes=tuple(replace(of, correction=c) for of, c in zip(self.classes, own, strict=True)),
+            conditions=None if conditions is None else conditions.resized(spatial, made),
+        )
 
     def solver(self, nfe: int, guidance: float = 1.0) -> FittedSolver:
         """The solver for so many evaluations, or an error that says which there are."""

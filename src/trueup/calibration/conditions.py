@@ -6,14 +6,14 @@ layer of fixed random units beyond them is there where held-out conditions confi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trueup.bands import Bands
+from trueup.bands import Bands, resampled
 from trueup.calibration.correction import Correction
 from trueup.errors import ArtifactError, AttachError
 from trueup.statistics import Number
@@ -86,6 +86,13 @@ class OfConditions:
     def empty(self) -> bool:
         """Whether it does nothing."""
         return not self.maps.any()
+
+    def resized(self, spatial: Sequence[int], bands: Bands) -> OfConditions:
+        """On another grid than that of bands, see `Correction.resized`: maps are pictures."""
+        if tuple(spatial) == bands.spatial:
+            return self
+        old, maps = bands.resized(spatial)[1], resampled(self.maps, bands.spatial, spatial)
+        return replace(self, maps=maps, support=self.support[..., old])
 
     def refined(self, lam: Tensor, bands: Bands) -> Tensor:
         """The maps where their course over lam bends, (R, Q, C, K); see `Correction.refined`."""

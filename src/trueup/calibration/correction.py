@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from trueup.bands import Bands
+from trueup.bands import Bands, resampled
 from trueup.errors import TrueupError
 
 GAINS = ("least-squares", "sqrt", "response", "none")
@@ -83,6 +84,35 @@ class Correction:
         innovation = Innovation(at(ours.rho, theirs.rho), at(ours.mean, theirs.mean))
         innovation.support = between(changed, their_changed)
         return Correction(self.lam, b, a, d, self.bands, between(support, their_support), innovation)
+
+    def resized(self, spatial: Sequence[int], data_mean: Tensor | None = None) -> Correction:
+        """The same correction on another grid; equation 63.
+
+        Gains belong to frequencies in cycles per pixel. The mean of what is taken off is a picture, and is
+        resampled. data_mean (C, K) is the data's, in the DCT (0 if not given).
+        """
+        if tuple(spatial) == self.bands.spatial:
+            return self
+        bands, old = self.bands.resized(spatial)
+        u = torch.zeros_like(self.b) if data_mean is None else self.lam.exp()[:, None, None] * data_mean
+        rho, rest = torch.zeros_like(self.a), torch.zeros_like(self.b)
+        if self.innovation is not None:
+            rho, rest = self.innovation.rho, self.innovation.mean
+
+        def moved(x: Tensor) -> Tensor:
+            return resampled(x, self.bands.spatial, spatial)
+
+        eps_hat = rest + self.bands.spread(rho) * u  # its mean
+        off = self.b + self.bands.spread(self.a) * eps_hat + self.bands.spread(self.d) * u
+        eps_hat, off, u = moved(eps_hat), moved(off), moved(u)
+        a, d, rho = (gain[..., old] for gain in (self.a, self.d, rho))
+        made = Correction(self.lam, off - bands.spread(a) * eps_hat - bands.spread(d) * u, a, d, bands)
+        made.support = None if self.support is None else self.support[..., old]
+        if self.innovation is not None:
+            forms = self.innovation.support
+            forms = None if forms is None else forms[..., old]
+            made.innovation = Innovation(rho, eps_hat - bands.spread(rho) * u, forms)
+        return made
 
     def filled(self) -> tuple[Tensor, Tensor, Innovation]:
         """Support, that of the CHANGED forms, and innovation; where there is none, one that says nothing."""

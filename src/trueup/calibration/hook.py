@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +21,7 @@ from trueup.calibration.conditions import Projection
 from trueup.calibration.correction import interpolation_weights, level_position, refinement
 from trueup.denoiser import Binding, prediction
 from trueup.denoiser.adapters import Watch
-from trueup.denoiser.layout import arranged, restored, spatial_of
+from trueup.denoiser.layout import arranged, restored, spatial_of, spatial_of_ids
 from trueup.errors import AttachError, MismatchError
 
 _NODES = 8192  # times at which the interpolation is tabulated; a row uses the nearest
@@ -60,8 +61,9 @@ class CorrectOutput:
     def __init__(self, calibration: Calibration, binding: Binding | None = None, gains: str | None = None):
         self.binding, self.enabled = binding, True
         self.watch: Watch | None = None
-        self.shape, self.spatial = calibration.shape, calibration.shape[1:]
-        form = calibration.gains if gains is None else gains
+        self._places: tuple[weakref.ref[Tensor] | None, tuple[int, ...]] = (None, ())
+        self.shape = calibration.shape
+        self.form = form = calibration.gains if gains is None else gains
         self.correction = calibration.correction.with_gains(form)
         own = {of.label: of.correction for of in calibration.classes if of.correction is not None}
         self.classes = {y: own[y].with_gains(form) for y in sorted(own)} if form != "none" else {}
@@ -79,7 +81,7 @@ class CorrectOutput:
         self.span = (process.t_min - slack, process.t_max + slack)
         self.conditional = bool(self.classes) or self.conditions is not None
         self.constant_only = not (self.conditional or correction.a.any() or correction.d.any())
-        self._ready: dict[tuple[torch.device, torch.dtype], _Tables] = {}
+        self._ready: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], _Tables] = {}
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], raw: Any) -> Any:
         """Correct what a forward call returned."""
@@ -90,10 +92,10 @@ class CorrectOutput:
         assert self.binding is not None
         output, x_t = self._samples(prediction(raw), args, kwargs)
         channels, layout = self.shape[0], self.binding.layout
-        if tuple(output.shape[2:]) != self.spatial or output.shape[1] not in (channels, 2 * channels):
+        if output.ndim != 1 + len(self.shape) or output.shape[1] not in (channels, 2 * channels):
             raise MismatchError(
-                f"the calibration was made for samples of shape {self.shape}; the network returned "
-                f"{tuple(output.shape[1:])}"
+                f"the calibration was made for samples of shape {self.shape}, or with as many channels and "
+                f"axes; the network returned {tuple(output.shape[1:])}"
             )
         t = self.binding.t.of(args, kwargs)
         if (self.binding.scale, self.binding.offset) != (1.0, 0.0):
@@ -110,12 +112,22 @@ class CorrectOutput:
         """A call's output and x_t, channels first; x_t without the channels of a condition."""
         assert self.binding is not None
         layout, x_t = self.binding.layout, self.binding.x.of(args, kwargs)
-        spatial = spatial_of(output, layout, self.spatial)
+        if layout is None:
+            return output, x_t[:, : self.shape[0]]
+        ids = kwargs.get("img_ids") if layout == "packed" else None
+        spatial = spatial_of(output, layout, self.shape[1:]) if ids is None else self._size(ids)
         if spatial is None:
-            raise MismatchError(
-                f"{output.shape[1]} tokens are no picture with the proportions of {self.spatial}"
-            )
+            tokens = f"{output.shape[1]} tokens are no picture"
+            raise MismatchError(f"{tokens} with the proportions of {self.shape[1:]}")
         return restored(output, layout, spatial), restored(x_t, layout, spatial)[:, : self.shape[0]]
+
+    def _size(self, ids: Tensor) -> tuple[int, ...]:
+        """The size of packed latents; a pipeline tells the same places at every step."""
+        known, size = self._places
+        if known is None or known() is not ids:
+            size = spatial_of_ids(ids)
+            self._places = (weakref.ref(ids), size)
+        return size
 
     def _label(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The labels of a call; a network that takes none for the null label may be called without."""
@@ -138,7 +150,7 @@ class CorrectOutput:
 
     def _correct(self, output: Tensor, x_t: Tensor, t: Any, y: Any) -> Tensor:
         dtype = _wide(output.dtype)
-        tables = self._tables(output.device, dtype)
+        tables = self._tables(output.device, dtype, tuple(output.shape[2:]))
         knots = tables.knots[self._node(t, len(output), tables)]  # (B or 1, 6)
         if self.classes:
             first = self._class(y, output, tables) * (len(tables.constant) // (1 + len(self.classes)))
@@ -175,7 +187,7 @@ class CorrectOutput:
             if made is not None:
                 return made
         if self.constant_only:
-            constant = (knots @ tables.constant).view(-1, *self.shape)
+            constant = (knots @ tables.constant).view(-1, *output.shape[1:])
             return (output.to(dtype) - constant).to(output.dtype)
         wide, (left, near, far, on_b, on_x, on_u) = (
             output.to(dtype),
@@ -226,23 +238,40 @@ class CorrectOutput:
             ends = f"from {self.calibration.process.t_min:g} to {self.calibration.process.t_max:g}"
             raise AttachError(f"the network was called at t = {t:g} of a process {ends}: is its time right?")
 
-    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Make the tables for a network's outputs now: before anyone compiles it, say."""
+    def prepare(
+        self, device: torch.device, dtype: torch.dtype, spatial: tuple[int, ...] | None = None
+    ) -> None:
+        """Make the tables for a network's outputs now, of the size that was measured if nothing is said."""
         if not self.empty:
-            self._tables(device, _wide(dtype))
+            self._tables(device, _wide(dtype), self.shape[1:] if spatial is None else spatial)
 
-    def _tables(self, device: torch.device, dtype: torch.dtype) -> _Tables:
-        """Everything the correction needs, made once for a device."""
-        key = (device, dtype)
-        ready = self._ready.get(key)
-        if ready is None:
+    def _tables(self, device: torch.device, dtype: torch.dtype, spatial: tuple[int, ...]) -> _Tables:
+        """Everything the correction needs, made once for a device and a size."""
+        if torch.compiler.is_compiling():
+            spatial = tuple(len(range(n)) for n in spatial)  # whole numbers, where these are symbols
+            self._make(device, dtype, *spatial)
+        elif (device, dtype, spatial) not in self._ready:
+            self._make(device, dtype, *spatial)
+        return self._ready[device, dtype, spatial]
+
+    def _make(self, device: torch.device, dtype: torch.dtype, *spatial: int) -> None:
+        if (device, dtype, spatial) not in self._ready:
             with torch.inference_mode(False):  # they may be part of a backward pass later
-                ready = self._ready[key] = self._made(device, dtype)
-        return ready
+                self._ready[device, dtype, spatial] = self._made(device, dtype, spatial)
 
-    def _made(self, device: torch.device, dtype: torch.dtype) -> _Tables:
+    # As torch.compiler.assume_constant_result does, which would load the compiler: what is compiled for a new
+    # size makes its tables while it is being compiled, and not as part of it.
+    _make._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _made(self, device: torch.device, dtype: torch.dtype, spatial: tuple[int, ...]) -> _Tables:
+        def put(part: Tensor, kind: torch.dtype = dtype) -> Tensor:
+            # Not waited for: a size may be new in the middle of a pipeline's loop.
+            return part.to(device, kind, non_blocking=device.type == "cuda")
+
         process, parametrization = self.calibration.process, self.calibration.parametrization
-        correction, own = self.correction.refined(), [made.refined() for made in self.classes.values()]
+        sized = self.calibration.resized(spatial)
+        every = (sized.correction, *(sized.for_class(y) for y in self.classes))
+        correction, *own = (one.with_gains(self.form).refined() for one in every)
         alpha, sigma = process.alpha(self.nodes), process.sigma(self.nodes)
         k_output = parametrization.deps_doutput(alpha, sigma)  # eps_hat = k_output output + k_input x_t
         p, q = parametrization.coefficients(alpha, sigma)
@@ -262,29 +291,30 @@ class CorrectOutput:
         elif self.by_level:
             bands = correction.bands
             b, a, d = (torch.cat([getattr(made, n) for made in (correction, *own)]) for n in ("b", "a", "d"))
-            box = _box((b != 0) | (bands.spread(a) != 0) | (bands.spread(d) != 0), self.spatial)
-            constant = _crop(b, self.spatial, box).flatten(1)
+            box = _box((b != 0) | (bands.spread(a) != 0) | (bands.spread(d) != 0), spatial)
+            constant = _crop(b, spatial, box).flatten(1)
             slopes, band_of = (
                 torch.stack([a, d], 2).flatten(1),
-                _crop(bands.index.flatten(), self.spatial, box),
+                _crop(bands.index.flatten(), spatial, box),
             )
-            matrices = [dct_matrix(n)[:k].to(device, dtype) for n, k in zip(self.spatial, box, strict=True)]
+            matrices = [put(dct_matrix(n)[:k]) for n, k in zip(spatial, box, strict=True)]
         embedded: tuple[Any, ...] = ()
         if self.conditions is not None:
-            maps = self.conditions.refined(self.correction.lam, correction.bands)
-            low_box = _box(maps != 0, self.spatial)
-            back = [dct_matrix(n)[:k].T.contiguous() for n, k in zip(self.spatial, low_box, strict=True)]
-            seen = self.conditions.projection.to(device, dtype)
-            cropped = _crop(maps, self.spatial, low_box).flatten(2).to(device, dtype)
-            embedded = (seen, cropped, [matrix.to(device, dtype) for matrix in back])
+            assert sized.conditions is not None
+            maps = sized.conditions.refined(sized.correction.lam, correction.bands)
+            low_box = _box(maps != 0, spatial)
+            back = [dct_matrix(n)[:k].T.contiguous() for n, k in zip(spatial, low_box, strict=True)]
+            seen = Projection(*map(put, vars(self.conditions.projection).values()))
+            cropped = put(_crop(maps, spatial, low_box).flatten(2))
+            embedded = (seen, cropped, [put(matrix) for matrix in back])
         return _Tables(
-            self.boundaries.to(device, dtype),
-            self.boundaries.floor().to(device, torch.int64),  # for whole t the same comparison
-            knots.to(device, dtype),
-            torch.tensor(list(self.classes), dtype=torch.int64, device=device),
-            constant.to(device, dtype),
-            slopes.to(device, dtype),
-            band_of.to(device, torch.int32),
+            put(self.boundaries),
+            put(self.boundaries.floor(), torch.int64),  # for whole t the same comparison
+            put(knots),
+            put(torch.tensor(list(self.classes), dtype=torch.int64), torch.int64),
+            put(constant),
+            put(slopes),
+            put(band_of, torch.int32),
             [m.contiguous() for m in matrices],
             [m.T.contiguous() for m in matrices],
             _fused_kernel(device) if len(matrices) == 2 else None,
@@ -292,7 +322,11 @@ class CorrectOutput:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": {}}  # device copies are made again where they are needed
+        return {
+            **self.__dict__,
+            "_ready": {},
+            "_places": (None, ()),
+        }  # device copies are made again where they are needed
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -349,7 +383,7 @@ def _box(used: Tensor, spatial: tuple[int, ...]) -> tuple[int, ...]:
     for axis in range(len(spatial)):
         others = [i for i in range(len(spatial)) if i != axis]
         line = grid.any(dim=others) if others else grid
-        box.append(int(line.nonzero().max()) + 1)
+        box.append(int(line.nonzero().max()) + 1 if line.any() else 1)  # a small grid may have room for none
     return tuple(box)
 
 

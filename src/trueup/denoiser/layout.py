@@ -38,11 +38,22 @@ def restored(x: Tensor, layout: str | None, spatial: tuple[int, ...]) -> Tensor:
 
 
 def spatial_of(x: Tensor, layout: str | None, like: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The spatial size of what a network was given; of tokens the one with `like`'s proportions, if any."""
+    """The spatial size of what a network was given; of tokens the one with `like`'s proportions, if any.
+
+    >>> import torch
+    >>> spatial_of(torch.zeros(1, 24, 16), "packed", (12, 8)), spatial_of(torch.zeros(1, 25, 16), "packed", (12, 8))
+    ((12, 8), None)
+    """
     if layout != "packed":
         return tuple(x.shape[2:] if layout is None else (x.shape[1], *x.shape[3:]))
     tokens, (height, width) = x.shape[1], like
-    if tokens == height * width // 4:
-        return like
     rows = round((tokens * height / width) ** 0.5)
-    return (2 * rows, 2 * tokens // rows) if rows and tokens % rows == 0 else None
+    columns = tokens // max(rows, 1)
+    same = rows * columns == tokens and rows * width == columns * height
+    return (2 * rows, 2 * columns) if same else None
+
+
+def spatial_of_ids(ids: Tensor) -> tuple[int, int]:
+    """Height and width of packed latents, of the places (tokens, 3) that a network is told; waits for them."""
+    rows, columns = (int(ids[..., axis].max()) + 1 for axis in (-2, -1))
+    return 2 * rows, 2 * columns

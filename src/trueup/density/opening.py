@@ -45,6 +45,7 @@ class Sides:
         if self.calibration is not None:
             # Or say now that it does not fit.
             self.attached = Attachment(self.denoiser, self.calibration, gains=gains)
+            self.calibration = self.calibration.resized(self.denoiser.shape[1:])
         self.notes: list[str] = []
         self.without: set[int] = set()  # digests of images to be left out
 

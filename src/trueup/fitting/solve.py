@@ -74,7 +74,7 @@ def fit_solver(
     if calibration is None:
         found = Calibration.without_data(denoiser, check_labels(denoiser, labels, guidance))
     else:
-        found = as_calibration(calibration)
+        found = as_calibration(calibration).resized(denoiser.shape[1:])
     numbers = checked_numbers(nfe)
     attachment = Attachment(denoiser, found)  # or say that it belongs to another model
     corrected = nullcontext() if found.empty else attachment

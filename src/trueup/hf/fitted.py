@@ -87,6 +87,7 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
         self.register_to_config(**{**more, **common, **{f"_{name}": own[name] for name in _OWN}})
         self.process, self.parametrization = schedule({**self.config, "_class_name": type(self).__name__})
         self.solver = unpacked(_unpack, solver, _decoded(tensors), "this scheduler")
+        self.spatial = self.solver.shape[1:]  # of latents that come as tokens, which do not say
         self.init_noise_sigma = self.process.prior_std
         self.num_inference_steps: int | None = None
         self._start_again(None)
@@ -243,16 +244,17 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
         if kwargs.get("eta"):
             warnings.warn("a fitted solver adds no noise: eta is ignored", stacklevel=2)
         solver, channels = self.solver, self.solver.shape[0]
-        spatial = spatial_of(sample, self.layout, solver.shape[1:])
+        spatial = spatial_of(sample, self.layout, self.spatial)
         if spatial is None:
-            raise MismatchError(f"{sample.shape[1]} tokens have not the proportions of {solver.shape[1:]}")
+            tokens = f"{sample.shape[1]} tokens have not the proportions of {self.spatial}"
+            raise MismatchError(f"{tokens}: set scheduler.spatial to the height and width of the latents")
         sample, model_output = (restored(v, self.layout, spatial) for v in (sample, model_output))
-        found = tuple(sample.shape[1:]), tuple(model_output.shape[2:])
-        if found != (solver.shape, solver.shape[1:]) or model_output.shape[1] not in (channels, 2 * channels):
-            shapes = f"{found[0]} and outputs of shape {tuple(model_output.shape[1:])}"
-            raise MismatchError(
-                f"this scheduler was fitted for samples of shape {solver.shape}, not {shapes}"
-            )
+        as_wanted = sample.ndim == 1 + len(solver.shape) and sample.shape[1] == channels
+        as_wanted = as_wanted and sample.shape[2:] == model_output.shape[2:]
+        if not as_wanted or model_output.shape[1] not in (channels, 2 * channels):
+            shapes = f"{tuple(sample.shape[1:])} and outputs of shape {tuple(model_output.shape[1:])}"
+            made_for = f"samples of shape {solver.shape}, or with as many channels and axes"
+            raise MismatchError(f"this scheduler was fitted for {made_for}, not {shapes}")
         if self._step_index is None:
             begin = self._begin_index
             self._step_index = self.index_for_timestep(timestep) if begin is None else begin
