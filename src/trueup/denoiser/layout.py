@@ -41,8 +41,8 @@ def spatial_of(x: Tensor, layout: str | None, like: tuple[int, ...]) -> tuple[in
     """The spatial size of what a network was given; of tokens the one with `like`'s proportions, if any.
 
     >>> import torch
-    >>> spatial_of(torch.zeros(1, 24, 16), "packed", (12, 8)), spatial_of(torch.zeros(1, 25, 16), "packed", (12, 8))
-    ((12, 8), None)
+    >>> [spatial_of(torch.zeros(1, tokens, 16), "packed", (12, 8)) for tokens in (24, 25, 96)]
+    [(12, 8), None, (24, 16)]
     """
     if layout != "packed":
         return tuple(x.shape[2:] if layout is None else (x.shape[1], *x.shape[3:]))
@@ -54,6 +54,6 @@ def spatial_of(x: Tensor, layout: str | None, like: tuple[int, ...]) -> tuple[in
 
 
 def spatial_of_ids(ids: Tensor) -> tuple[int, int]:
-    """Height and width of packed latents, of the places (tokens, 3) that a network is told; waits for them."""
+    """Height and width of packed latents, by the places (tokens, 3) that a network is told of them."""
     rows, columns = (int(ids[..., axis].max()) + 1 for axis in (-2, -1))
     return 2 * rows, 2 * columns
