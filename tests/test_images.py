@@ -1050,8 +1050,42 @@ def test_pictures_as_large_as_their_latents_are_encoded_too():
 def test_pictures_to_encode_are_resized_to_what_the_autoencoder_takes():
     x0 = next(open_images(Images([picture(8, 8)], resize="exact"), latent_model(Halves())).batches(1)).x0
     assert x0.shape == (1, 3, 2, 2)
+
+
+def test_photographs_for_a_latent_model_are_made_to_fit_unasked():
+    """By their shorter side, and cropped; other models take what has their size, unless asked."""
+    model = latent_model(Halves())
+    pictures = [picture(8, 8), picture(12, 8), picture(9, 30), picture(3, 3), picture(4, 4)]
+    asked = open_images(Images(pictures, resize="shorter", crop="center"), model)
+    unasked = open_images(pictures, model)
+    assert torch.equal(next(unasked.batches(5)).x0, next(asked.batches(5)).x0)
+    assert torch.equal(next(open_images(np.stack([pixels(8, 6)]), model).batches(1)).x0[0], read_half(8, 6))
+    # Whoever asks for something else gets that.
+    with pytest.raises(DataError, match="is 6x4 when resized, the model takes 4x4: pass crop='center' too"):
+        list(open_images(Images([picture(12, 8)], resize="shorter"), model).batches(1))
+    with pytest.raises(DataError, match="resize it before handing it over"):
+        next(open_images(torch.randn(2, 3, 8, 8), model).batches(2))  # latents are not pictures
     with pytest.raises(DataError, match="is 8x8, the model takes 4x4: pass resize='shorter'"):
-        next(open_images([picture(8, 8)], latent_model(Halves())).batches(1))
+        read([picture(8, 8)], (3, 4, 4))
+
+
+def read_half(height, width):
+    model = latent_model(Halves())
+    images = Images([Image.fromarray(pixels(height, width))], resize="shorter", crop="center")
+    return next(open_images(images, model).batches(1)).x0[0]
+
+
+def test_whether_pictures_will_be_made_to_fit_is_known_before(tmp_path):
+    model = latent_model(Halves())
+    picture(4, 4).save(tmp_path / "a.png")
+    assert open_images(tmp_path, model).other_size() is None
+    picture(6, 5).save(tmp_path / "b.png")
+    (tmp_path / "c.png").write_bytes(b"no picture")
+    assert open_images(tmp_path, model).other_size() == (4, 4)
+    assert open_images(np.zeros((2, 8, 8, 3), np.uint8), model).other_size() == (4, 4)
+    assert open_images(np.zeros((2, 4, 4, 3), np.uint8), model).other_size() is None
+    assert open_images(torch.zeros(2, 3, 2, 2), model).other_size() is None  # latents
+    assert Samples(tmp_path, (3, 8, 8), (-1.0, 1.0)).other_size() is None
 
 
 def test_an_autoencoder_that_does_not_fit_the_model_is_named():

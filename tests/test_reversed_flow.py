@@ -125,6 +125,7 @@ def test_settings_and_nonsense():
     process = processes.Flow(reversed=True)
     again = processes.from_settings(process.settings())
     assert again.told == process.told == (-1.0, 1.0)
-    assert processes.from_settings({"kind": "flow", "time_scale": 2.0}).told == (1.0, 0.0)  # files from before
+    older = {"kind": "flow", "time_scale": 2.0}  # files from before
+    assert processes.from_settings(older).told == (1.0, 0.0)
     with pytest.raises(ModelError, match="reversed is True or False"):
         processes.Flow(reversed="yes")

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from trueup import typed
 from trueup.errors import Argument, DataError, ModelError, TrueupError
 from trueup.files import bundled
 from trueup.solvers import FITTED, check_evaluations
@@ -36,13 +37,16 @@ def check(options: argparse.Namespace) -> None:
             _check_folder(path if path.is_dir() else path.parent)  # `Output` looks at what is in it
         elif path is not None:
             _check_output(path, name == "figure" or options.force)
-    for name in ("calibration", "reference", "scheduler", "vae", "weights", "file"):
+    for name in ("calibration", "reference", "scheduler", "vae", "weights", "file", "captions"):
         path = getattr(options, name, None)
         if path is not None and not Path(path).exists():
             raise TrueupError(f"{path} does not exist")
     if getattr(options, "data", None) is not None and not bundled(options.data).exists():
         raise DataError(f"{options.data} is not there: name a folder of images, a .npy or an .npz file")
-    if hasattr(options, "model") and not bundled(options.model).is_dir():
+    if hasattr(options, "model") and (code := typed.code(options.model)) is not None:
+        if not code[0].is_file():
+            raise ModelError(f"{code[0]} is not there: {options.model} names code to run")
+    elif hasattr(options, "model") and not bundled(options.model).is_dir():
         advice = "(a name on the Hub must be downloaded first)"
         raise ModelError(f"{options.model} is not a directory that save_pretrained wrote {advice}")
 

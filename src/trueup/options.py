@@ -267,7 +267,10 @@ def _add_data(parser: _Parser, images: int | None) -> Any:
     add("--data", help="a folder of images, a .npy or .npz file, or bundled:images")
     picked = f"use N, picked at random with --seed (default: {images or '200, or 32 with --ode'})"
     add("--images", **_COUNT, default=images, help=picked)
-    add("--resize", choices=("shorter", "exact"), help="make images the model's size; else they must be")
+    table = "a .csv or .jsonl file with the folder's files and a text or label for each; metadata.csv, .txt "
+    add("--captions", **_FILE, help=f"{table}files beside the images and folders of classes are found")
+    sizes = "make images the model's size; else they must be (a latent model's: shorter, and cropped)"
+    add("--resize", choices=("shorter", "exact"), help=sizes)
     add("--crop", choices=("center",), help="cut out the middle, after resizing")
     add("--flip", **_FLAG, help="mirror every second image, for models trained so")
     add("--data-range", type=typed.value_range, metavar="LOW,HIGH", help="range of floating point arrays")
@@ -276,7 +279,8 @@ def _add_data(parser: _Parser, images: int | None) -> Any:
 
 
 def _add_model(parser: _Parser) -> None:
-    where = "a directory written by save_pretrained, or bundled:raw, bundled:ema"
+    where = "a directory written by save_pretrained, bundled:raw, bundled:ema, or my_code.py:make_denoiser: "
+    where += "runs that file, and takes the Denoiser, pipeline or network of that name, or what it returns"
     parser.add_argument("model", metavar="MODEL", help=where)
     add = parser.add_argument_group("model").add_argument
     add("--scheduler", type=Path, metavar="PATH", help="scheduler_config.json or its directory")

@@ -15,6 +15,16 @@ from trueup.solvers import FITTED, NAMES, check_name, did_you_mean
 FEATURES = ("inception", "efficientnet", "pixels")  # as `trueup.metrics` has them
 
 
+def code(text: str) -> tuple[Path, str] | None:
+    """The file and the name in it of `my_code.py:make_denoiser`; None for all else.
+
+    >>> code("my_code.py:make_denoiser")[1], code("bundled:raw"), code("models:old")
+    ('make_denoiser', None, None)
+    """
+    found = re.fullmatch(r"(.+\.py):([^:/\\]*)", text, re.DOTALL)
+    return None if found is None or Path(text).is_dir() else (Path(found[1]), found[2])
+
+
 def solver(text: str) -> str:
     """The name of a solver, or the class of a diffusers scheduler."""
     if text == FITTED:

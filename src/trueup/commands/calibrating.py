@@ -114,7 +114,7 @@ def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) 
         data = generate(denoiser, options.generated, **how, **common)
         trust = True  # its own samples are what it was trained on, as far as it knows
     else:
-        data = shared.images_of(options)
+        data = shared.images_of(options, denoiser)
         trust = run is None or options.trust  # `check` looks for itself
     classes = classes_of(data, denoiser) if options.per_class else ()
     moments = measure(denoiser, data, run=run, trust=trust, classes=classes, **common)
@@ -156,7 +156,7 @@ def check(options: argparse.Namespace) -> int:
 def _look_for_mistakes(denoiser: Denoiser, options: argparse.Namespace) -> str | None:
     """The likeliest way in which the model is used wrongly, or None."""
     say(options, "looking for the usual mistakes")
-    found = look(denoiser, open_images(shared.images_of(options), denoiser))
+    found = look(denoiser, open_images(shared.images_of(options, denoiser), denoiser))
     for hint in found.hints:
         say(options, f"note: {hint}")
     return None if found.problem is None else found.problem.phrased(Argument.option)

@@ -18,7 +18,7 @@ def likelihood(options: argparse.Namespace) -> int:
     options.run = None if method == "dsm" else shared.run_directory(options)
     denoiser = shared.open_model(options)
     calibration = shared.open_calibration(options, denoiser)
-    data = shared.images_of(options, options.images or IMAGES.get(method, 200))
+    data = shared.images_of(options, denoiser, options.images or IMAGES.get(method, 200))
     found: Any
     common = shared.given(options, "seed", "trust", "progress")
     if method == "dsm":

@@ -74,7 +74,8 @@ def evaluate(options: argparse.Namespace) -> int:
     if ":" in options.features:
         sys.path.insert(0, "")  # package.module:name may lie here
     features = load_features(options.features, weights=options.weights, device=denoiser.device)
-    data: Any = shared.images_of(options) if options.reference is None else Reference.load(options.reference)
+    compared = options.reference
+    data: Any = shared.images_of(options, denoiser) if compared is None else Reference.load(compared)
     if options.save_reference is not None:
         data = build_reference(data, denoiser, features, progress=options.progress)
         data.save(options.save_reference)

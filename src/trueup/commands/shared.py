@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from trueup import typed
 from trueup.calibration import Attachment, Calibration, load
+from trueup.commands.code import run_code
 from trueup.denoiser import Denoiser
 from trueup.errors import Argument, MismatchError, ModelError
 from trueup.files import printable, write
 from trueup.hf import as_denoiser
-from trueup.images import Images
+from trueup.images import Images, open_images
 from trueup.report import plain_output
 from trueup.sampling import as_solver
 from trueup.sampling.draw import DEFAULT
@@ -33,7 +35,11 @@ def open_model(options: argparse.Namespace) -> Denoiser:
     """The model named on the command line."""
     logging.getLogger("diffusers").setLevel(logging.ERROR)  # it warns about what we check ourselves
     how = given(options, "scheduler", "prediction", "model_range", "vae", "batch_size")
-    denoiser = as_denoiser(options.model, device=find_device(options.device), **how)
+    code = typed.code(options.model)
+    if code is not None:
+        say(options, f"running {code[0]}")
+    model = options.model if code is None else run_code(*code)
+    denoiser = as_denoiser(model, device=find_device(options.device), **how)
     if getattr(options, "null_label", None) is not None:
         denoiser.null_label = options.null_label
     return denoiser
@@ -76,10 +82,18 @@ def no_solver(options: argparse.Namespace, calibration: Calibration, nfe: int) -
     return None
 
 
-def images_of(options: argparse.Namespace, count: int | None = None) -> Images:
-    """The images named on the command line."""
-    how = given(options, "resize", "crop", "flip", "data_range", "seed", "skip_bad")
-    return Images(options.data, count=count or options.images, **how)
+def images_of(options: argparse.Namespace, denoiser: Denoiser, count: int | None = None) -> Images:
+    """The images named on the command line; those that will be made to fit are mentioned, once."""
+    how = given(options, "captions", "resize", "crop", "flip", "data_range", "seed", "skip_bad")
+    images = Images(options.data, count=count or options.images, **how)
+    asked = getattr(options, "said_fitted", False) or options.resize or options.crop
+    look = denoiser.autoencoder is not None and not asked
+    size = open_images(images, denoiser).other_size() if look else None
+    if size is not None:
+        made = f"resized by their shorter side and cropped to {size[0]}x{size[1]}"
+        say(options, f"pictures of another size are {made} for the autoencoder (--resize, --crop: otherwise)")
+        options.said_fitted = True
+    return images
 
 
 def say(options: argparse.Namespace, line: str) -> None:

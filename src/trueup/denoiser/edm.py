@@ -1,7 +1,7 @@
 """Networks of EDM's code bases: preconditioned, told sigma, and returning denoised data.
 
-`net(x, sigma, class_labels)` of EDM (EDM, VP, VE and iDDPM preconditioning) and of EDM2 is a prediction of the
-data under noise that explodes, whatever its coefficients are inside. Labels are one-hot rows there, and zeros
+`net(x, sigma, class_labels)` of EDM (EDM, VP, VE and iDDPM preconditioning) and of EDM2 predicts the data
+under noise that explodes, whatever its coefficients are inside. Labels are one-hot rows there, and zeros
 stand for none; here they are numbers, and `label_dim`, the one after the last class, stands for none.
 """
 
@@ -45,7 +45,7 @@ def preconditioned(
         denoiser = preconditioned(net)  # trueup.calibrate(net, ...) does it by itself
 
     The raw network inside (`net.model`, EDM2's `net.unet`) sees scaled data and ln(sigma)/4; alone it is
-    `Denoiser(net.model, process.EDM(net.sigma_data), "edm", shape)`, if it takes no labels.
+    `Denoiser(net.model, process.EDM(net.sigma_data), "edm", shape, call=lambda x, t: net.model(x, t, None))`.
     """
     net = unwrapped(model)
     channels, size, classes = int(net.img_channels), int(net.img_resolution), int(net.label_dim)

@@ -63,7 +63,7 @@ class Run(Folder):
 
     def note(self, batch: Batch, samples: Samples) -> None:
         """Note the labels and groups of a batch."""
-        self.labels += _digests(batch.y, len(batch))
+        self.labels += _labels(batch)
         self.groups += _groups(batch, samples)
 
     def save(self, moments: Moments, samples: Samples) -> None:
@@ -85,7 +85,7 @@ class Run(Folder):
             index = int(moments.indices[row])
             try:
                 found = samples.at(index)
-                seen = (int(found.digests[0]), *_digests(found.y, 1), *_groups(found, samples))
+                seen = (int(found.digests[0]), *_labels(found), *_groups(found, samples))
             except (DataError, IndexError):
                 seen = None
             if seen != (int(moments.digests[row]), self.labels[row], self.groups[row]):
@@ -93,6 +93,8 @@ class Run(Folder):
                     f"sample {index} of {samples.name} is not what it was when {self.path} was begun: "
                     "put the images, labels and groups back, or use a new run directory"
                 )
+        if samples.vocabulary is not None:  # texts, of which some were looked at
+            return
         try:
             y = torch.as_tensor(np.asarray(samples.labels))  # all of them, since they cost nothing
         except (TypeError, ValueError, RuntimeError):  # none, or not numbers
@@ -111,6 +113,11 @@ def _unpack(
     check_tensors(noted, dict.fromkeys(noted, Bounds(tuple(moments.indices.shape), dtype=torch.int64)))
     labels, groups = (tensor.tolist() for tensor in noted.values())
     return moments, labels, groups, part(meta, "signed", bool), part(meta, "settings", dict)
+
+
+def _labels(batch: Batch) -> list[int]:
+    """A digest of every label: of what it says, where it is a text, since its number may be another later."""
+    return _digests(batch.y, len(batch)) if batch.captions is None else batch.captions.tolist()
 
 
 def _digests(y: Tensor | None, count: int) -> list[int]:

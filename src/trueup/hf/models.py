@@ -48,10 +48,10 @@ def as_denoiser(
 ) -> Denoiser:
     """A denoiser from a denoiser, a pipeline, a diffusers model with its scheduler, or a saved directory.
 
-    The preconditioned networks of EDM's code bases say all there is to know. scheduler: a diffusers scheduler, its config, or a directory holding scheduler_config.json; `process` and
+    scheduler: a diffusers scheduler, its config, or a directory holding scheduler_config.json; `process` and
     `prediction` say the same by hand and win over it. model_range: what the network was trained on; without
     it -1..1, and latents are taken as they are. vae: the autoencoder of a latent model, where it does not lie
-    beside it. batch_size: see `Denoiser`.
+    beside it. batch_size: see `Denoiser`. A preconditioned network of EDM's code bases needs no scheduler.
     """
     if isinstance(model, Denoiser):
         if any(value is not None for value in (scheduler, process, prediction, model_range, vae)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +15,22 @@ from trueup.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Images from anywhere. Nothing happens to them that is not asked for.
+    """Images from anywhere.
 
     source: a folder, .npy or .npz (images under `image`, labels under `label`), an array (n, ...), a torch or
     Hugging Face dataset, any iterable; of images, of (image, label) pairs or of rows with columns so named.
     count: use so many, picked at random (the same ones for the same seed; of a stream the first); None: all.
     resize: None (sizes must match), "shorter" (shorter side to the model's size, aspect kept) or "exact"
-    (both sides), bicubic with antialiasing. crop: None or "center". flip: mirror every second sample, picked
-    by its index, for networks trained with random flips. data_range: the range of floating point input, for
-    instance (0, 1); 8-bit images are always 0..255. labels: one per image, where the source has none. groups:
-    what belongs together (frames of a video, crops of a picture), a key per image or a function of its index:
-    images of a group never vouch for each other. offset: added to every index; shards of one data set need
-    indices of their own, since an image's noise is that of its index. skip_bad: leave out what is unusable.
+    (both sides), bicubic with antialiasing. crop: None or "center". Where neither is given and the model has
+    an autoencoder, pictures of another size are resized by their shorter side and cropped. flip: mirror every
+    second sample, picked by its index, for networks trained with random flips. data_range: the range of
+    floating point input, for instance (0, 1); 8-bit images are always 0..255. labels: one per image, where
+    the source has none. captions: a .csv or .jsonl table of a folder's files with a text or a label for each;
+    without it metadata.csv or metadata.jsonl in the folder, a .txt beside every picture, or for classes the
+    names of its folders are found. groups: what belongs together (frames of a video, crops of a picture), a
+    key per image or a function of its index: images of a group never vouch for each other. offset: added to
+    every index; shards of one data set need indices of their own, since an image's noise is that of its
+    index. skip_bad: leave out what is unusable.
 
     >>> Images("photos", count=200, resize="shorter", crop="center").count
     200
@@ -38,6 +43,7 @@ class Images:
     flip: bool = False
     data_range: tuple[float, float] | None = None
     labels: Sequence[Any] | None = None
+    captions: str | os.PathLike[str] | None = None
     groups: Sequence[Any] | Callable[[int], Any] | None = None
     offset: int = 0
     seed: int = 0
@@ -52,6 +58,8 @@ class Images:
             raise DataError(f"resize is None, 'shorter' or 'exact', not {self.resize!r}")
         if self.crop not in (None, "center"):
             raise DataError(f"crop is None or 'center', not {self.crop!r}")
+        if self.captions is not None and self.labels is not None:
+            raise DataError("labels and captions are two sources of the same: leave one out")
         if self.data_range is not None:
             ends = self.data_range if isinstance(self.data_range, (tuple, list)) else ()
             if len(ends) != 2 or not -math.inf < ends[0] < ends[1] < math.inf:

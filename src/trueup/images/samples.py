@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,13 +19,16 @@ from PIL import Image
 from torch import Tensor
 
 from trueup.errors import Argument, DataError, ImageError
-from trueup.files import printable
+from trueup.files import bundled, printable
 from trueup.images import sources
+from trueup.images.beside import labels_beside
 from trueup.images.images import as_images
 from trueup.noise import hashed, mix
 
 if TYPE_CHECKING:
     from trueup.denoiser import Denoiser
+
+_LOOKED_AT = 64  # headers of pictures, to see whether their sizes fit
 
 
 @dataclass
@@ -47,6 +52,7 @@ class Batch:
     y: Tensor | None
     digests: Tensor  # (B,) int64, of what was read
     group: Tensor | None = None  # (B,) int64 keys
+    captions: Tensor | None = None  # (B,) int64 digests of labels that are texts
 
     def __len__(self) -> int:
         return len(self.index)
@@ -58,7 +64,8 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """On another device; digests stay where they are."""
-        parts = {name: v for name, v in vars(self).items() if v is not None and name != "digests"}
+        stay = ("digests", "captions")
+        parts = {name: v for name, v in vars(self).items() if v is not None and name not in stay}
         return replace(self, **{name: v.to(device) for name, v in parts.items()})
 
 
@@ -66,7 +73,11 @@ def open_images(data: Any, denoiser: Denoiser, *, count: int | None = None, exac
     """`Images`, or `count` of anything that holds some, as samples of a model."""
     images = as_images(data, count)
     autoencoder = denoiser.autoencoder if denoiser.data_range is None else None
-    return Samples(images, denoiser.shape, denoiser.data_range, autoencoder=autoencoder, exact=exact)
+    how: dict[str, Any] = {"autoencoder": autoencoder, "exact": exact, "conditional": denoiser.conditional}
+    how["vocabulary"] = getattr(denoiser, "vocabulary", None)
+    if images.captions is not None and not denoiser.conditional:
+        raise DataError("the network takes no condition", "leave out {}", Argument("captions"))
+    return Samples(images, denoiser.shape, denoiser.data_range, **how)
 
 
 class Samples:
@@ -86,6 +97,8 @@ class Samples:
         autoencoder: Any = None,
         encode: bool = True,
         exact: bool = False,
+        conditional: bool = False,
+        vocabulary: Any = None,
     ):
         self.images = images = as_images(images)
         self.exact = exact  # whether pictures must be what they seem: 8 bits per channel, all of one kind
@@ -96,9 +109,13 @@ class Samples:
         self.shape, self.model_range = tuple(shape), model_range
         self.autoencoder = autoencoder  # makes latents of pictures
         self.encode = encode  # or leaves them pictures, in -1..1
+        self.conditional = conditional  # whether labels are wanted: classes, or what `vocabulary` knows
+        self.vocabulary = vocabulary  # makes numbers of texts
         self.source, self.labels, self.name = sources.open_source(images.source)
         if images.labels is not None:
             self.labels = images.labels
+        elif conditional:
+            self._look_beside()
         self.indexed = sources.is_indexed(self.source)
         for name, values in (("labels", self.labels), ("groups", images.groups)):
             count = len(values) if self.indexed and isinstance(values, Sized) else None
@@ -108,6 +125,17 @@ class Samples:
         once = isinstance(self.source, Iterator)
         self._once: Iterator[tuple[int, Any]] | None = enumerate(self._unbatched()) if once else None
         self._gone: set[int] = set()  # indices of a generator's samples that were handed out
+
+    def _look_beside(self) -> None:
+        """Find the captions or classes of a folder's pictures."""
+        given = self.images.source
+        folder = bundled(given) if isinstance(given, (str, Path)) else None
+        if folder is not None and folder.is_dir():
+            how = {"text": self.vocabulary is not None}
+            self.labels = labels_beside(folder, self.source, self.images.captions, **how)
+        elif self.images.captions is not None:
+            problem = f"{self.name} is no folder of images, and captions are those of files"
+            raise DataError(problem, "leave out {}, and give labels with the images", Argument("captions"))
 
     def __len__(self) -> int:
         """How many samples will be used, bad ones included; raises TypeError for a stream."""
@@ -175,6 +203,21 @@ class Samples:
         if rows:
             yield self._batch(rows)
 
+    def other_size(self) -> tuple[int, ...] | None:
+        """What size pictures are made for the autoencoder, if some of the first have another."""
+        if self.autoencoder is None or not self.indexed:
+            return None
+        wanted = self.autoencoder.picture_shape(self.shape)[1:]
+        for index, _ in zip(self._order(), range(_LOOKED_AT), strict=False):
+            image = self.source[index]
+            if isinstance(image, (str, Path)):
+                with suppress(OSError), Image.open(image) as picture:  # said elsewhere
+                    if sorted(picture.size) != sorted(wanted):
+                        return wanted
+            elif getattr(image, "dtype", None) in (np.uint8, torch.uint8) and not {*wanted} <= {*image.shape}:
+                return wanted
+        return None
+
     def first(self, count: int) -> Batch | None:
         """The first samples, as if they had not been read: a generator will give them again."""
         rest = self._once
@@ -193,13 +236,16 @@ class Samples:
 
     def _items(self, skip: Collection[int]) -> Iterator[tuple[int, Any]]:
         if self.indexed:
-            for index in range(len(self.source)) if self._drawn is None else self._drawn.tolist():
+            for index in self._order():
                 yield index, self.source[index]
             return
         if not all(index + self.images.offset in skip for index in self._gone):
             gone = f"{self.name} can be read only once, and {len(self._gone)} samples of it are gone"
             raise DataError(f"{gone}: pass a list or a dataset instead")
         yield from enumerate(self._unbatched()) if self._once is None else self._once
+
+    def _order(self) -> Iterable[int]:
+        return range(len(self.source)) if self._drawn is None else self._drawn.tolist()
 
     @cached_property
     def _drawn(self) -> Tensor | None:
@@ -217,7 +263,7 @@ class Samples:
     def _unbatched(self) -> Iterator[Any]:
         """A stream may yield samples or, as a DataLoader does, batches of them."""
         for item in self.source:
-            image, label = sources.split_row(item)
+            image, label = sources.split_row(item, self.vocabulary is not None)
             if isinstance(image, (Tensor, np.ndarray)) and image.ndim == len(self.shape) + 1:
                 labelled = isinstance(label, (list, tuple)) or getattr(label, "ndim", 0) > 0
                 if labelled and len(label) != len(image):
@@ -230,17 +276,30 @@ class Samples:
         own, labels = [row.index for row in rows], [row.y for row in rows]
         if self._once is not None:
             self._gone.update(own)
-        try:
-            y = None if any(label is None for label in labels) else torch.as_tensor(np.asarray(labels))
-        except (TypeError, ValueError):  # names, boxes: nothing a network takes as its class
-            y = None
+        y, captions = self._told(labels)
         group = None
         if self.images.groups is not None:
             group = torch.tensor([_digest(repr(_plain(row.group)).encode()) for row in rows])
         elif self.indexed and self._drawn is not None:  # dealt in the order drawn, folds are filled evenly
             group = self._rank[torch.tensor(own)]
         digests = torch.tensor([row.digest for row in rows])
-        return Batch(torch.tensor(own) + self.images.offset, self._stacked(rows), y, digests, group)
+        index = torch.tensor(own) + self.images.offset
+        return Batch(index, self._stacked(rows), y, digests, group, captions)
+
+    def _told(self, labels: list[Any]) -> tuple[Tensor | None, Tensor | None]:
+        """What the network is told of each sample, and digests of the captions behind it."""
+        texts = [label for label in labels if isinstance(label, str)]
+        if self.vocabulary is not None and all(isinstance(label, (str, NoneType)) for label in labels):
+            texts = [label or "" for label in labels]
+            return self.vocabulary.numbers(texts), torch.tensor([_digest(text.encode()) for text in texts])
+        if texts and self.conditional:
+            problem = f"the label of a sample of {self.name} is the text {texts[0][:40]!r}"
+            raise DataError(printable(f"{problem}, and this network takes class numbers"))
+        try:
+            told = None if any(label is None for label in labels) else torch.as_tensor(np.asarray(labels))
+        except (TypeError, ValueError):  # names, boxes: nothing a network takes as its class
+            told = None
+        return told, None
 
     def _stacked(self, rows: list[_Row]) -> Tensor:
         """Samples, those of pictures encoded where the model takes latents."""
@@ -256,7 +315,7 @@ class Samples:
 
     def _row(self, index: int, item: Any) -> _Row:
         """One image as a sample, with the digest of what was read."""
-        image, label = sources.split_row(item)
+        image, label = sources.split_row(item, self.vocabulary is not None)
         label = label if self.labels is None else self._of(self.labels, index, "label")
         keys = self.images.groups
         group = keys(index) if callable(keys) else self._of(keys, index, "group")
@@ -277,7 +336,7 @@ class Samples:
         if self.exact:
             self._note_depth(array.dtype == torch.uint8, where)
         if tuple(array.shape) != shape:
-            array = self._resize(array, shape, where)
+            array = self._resize(array, shape, where, encode)
         x0 = self._scale(array, model_range, where)
         if not torch.isfinite(x0).all():
             raise ImageError(f"{where} holds values that are not finite")
@@ -299,11 +358,13 @@ class Samples:
             raise DataError(f"{text}: a likelihood is that of one or of the other")
         self.eight_bit = eight_bit
 
-    def _resize(self, array: Tensor, shape: tuple[int, ...], where: str) -> Tensor:
+    def _resize(self, array: Tensor, shape: tuple[int, ...], where: str, encode: bool) -> Tensor:
         size, wanted = tuple(array.shape[1:]), shape[1:]
         resize, crop = self.images.resize, self.images.crop
         if len(wanted) != 2 or array.dtype != torch.uint8:
             raise ImageError(f"{where} is {size}, the model takes {wanted}: resize it before handing it over")
+        if resize is None and crop is None and encode:  # photographs, which are of any size
+            resize, crop = "shorter", "center"
         if resize is None and crop is None:
             text = f"{where} is {size[0]}x{size[1]}, the model takes {wanted[0]}x{wanted[1]}"
             ways = Argument("resize", "shorter"), Argument("crop", "center"), Argument("resize", "exact")

@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 
 from trueup.errors import DataError, ImageError
 from trueup.files import bundled, line, printable
+from trueup.images.beside import TEXT
 
 _IMAGE_KEYS = ("image", "img", "pixel_values", "images", "x")
 _LABEL_KEYS = ("label", "labels", "class_labels", "y")
@@ -186,14 +187,15 @@ def to_tensor(image: Any, where: str) -> Tensor:
         ) from None
 
 
-def split_row(item: Any) -> tuple[Any, Any]:
-    """(image, label) of whatever a dataset yields."""
+def split_row(item: Any, text: bool = False) -> tuple[Any, Any]:
+    """(image, label) of whatever a dataset yields; text: a caption, where there is one."""
     if isinstance(item, Mapping):
         key = next((k for k in _IMAGE_KEYS if k in item), None)
         if key is None:
             names = sorted(map(str, item))
             raise DataError(f"the dataset's rows have {names}; expected a column named 'image'")
-        return item[key], next((item[k] for k in _LABEL_KEYS if k in item), None)
+        told = (*TEXT, *_LABEL_KEYS) if text else _LABEL_KEYS
+        return item[key], next((item[k] for k in told if k in item), None)
     if isinstance(item, (tuple, list)) and len(item) in (1, 2) and not isinstance(item[0], (int, float)):
         return item[0], item[1] if len(item) == 2 else None
     return item, None

@@ -1,8 +1,9 @@
 """What the noise does: x_t = alpha(t) x0 + sigma(t) eps, equations 1 to 3 of docs/math.md.
 
 `t` is what the network receives, unless its code counts time the other way (`told`). Every function takes a
-number or a tensor of times, fractional ones included, and answers in float64. A process is a subclass with a `kind` of its own: defining it makes it
-known, and everything else (calibrating, sampling with DPM-Solver, files, likelihood) works with it.
+number or a tensor of times, fractional ones included, and answers in float64. A process is a subclass with a
+`kind` of its own: defining it makes it known, and everything else (calibrating, sampling with DPM-Solver,
+files, likelihood) works with it.
 """
 
 from __future__ import annotations
