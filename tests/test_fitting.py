@@ -99,29 +99,28 @@ def errors_by_hand(x, limit, spatial=(8, 8)):
 
 
 @pytest.mark.parametrize("nfe", [4, 9])
-@pytest.mark.parametrize("better", [fitted, None])
-def test_the_search_finds_what_trying_everything_finds(nfe, better):
+@pytest.mark.parametrize("fit", [True, False])
+def test_the_search_finds_what_trying_everything_finds(nfe, fit):
     network = Network(blobs())
     network.index = torch.arange(64)
     teacher = Teacher.of(network, 0)
     spent = []
     network.advance = spent.append
-    found = search(network, teacher, nfe, 1.0, 3, better)
-    assert 0.8 * search_cost(nfe) < sum(spent) <= search_cost(nfe)  # fewer where ends coincide
-    assert len(found) == 3
+    found = search(network, teacher, nfe, 1.0, 3, fit)
+    assert 0.6 * search_cost(nfe) < sum(spent) <= search_cost(nfe)  # fewer where ends coincide
     assert network.index.tolist() == list(range(64))
-    if better is None:
-        assert len({solver.provenance["base"].split(",")[0] for solver in found}) == 3
+    bases = [solver.provenance["base"] for solver in found]
+    assert len(bases) == 3
+    assert fit or len({base.split(",")[0] for base in bases}) == 3
     spread = float(seen(teacher.samples, network.denoiser).std())
     by_hand, half = {}, teacher.rows(slice(32, 64))
     for rule in (rule for rule in RULES if rule.name in TRIED):
         for grid in grids(network.process, spread):
             solver = plan(network.denoiser, rule, grid, nfe)
-            made = solver if better is None else better(solver, network, teacher.rows(slice(32)))
+            made = fitted(solver, network, teacher.rows(slice(32))) if fit else solver
             x = follow(made, network, half.noise)
             by_hand[solver.provenance["base"]] = float(errors_by_hand(x, half.samples).mean())
-    best, chosen = min(by_hand.values()), min(by_hand[solver.provenance["base"]] for solver in found)
-    assert chosen < 1.25 * best  # it looked at a few trajectories only
+    assert min(by_hand[base] for base in bases) < 1.25 * min(by_hand.values())  # of a few trajectories only
 
 
 # The limit

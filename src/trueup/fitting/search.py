@@ -1,22 +1,23 @@
-"""Which rule on which grid: tried on a few trajectories, judged by how far samples are from the limit.
+"""Which rule on which grid: fitted to a few trajectories, judged by how far their samples are from the limit.
 
 What counts is how good a rule is once its steps are fitted, and the best before is often not the best after:
-so the better ones are fitted to few trajectories and judged on others, before the best of those are fitted to
-all.
+a fit takes whatever weights of the state and the last answers serve, but it cannot move an evaluation, and it
+leaves the last step as it is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from trueup.fitted import FittedSolver
+from trueup.fitted import MEMORY, FittedSolver
 from trueup.fitting.moments import seen, whitened
+from trueup.fitting.regress import fitted_states
 from trueup.fitting.teacher import Teacher
 from trueup.process import NoiseProcess
 from trueup.sampling.fitted import follow, plan
@@ -25,69 +26,53 @@ from trueup.sampling.rules import RULES, Grid
 
 SPACINGS = (math.inf, 7.0, "time", "quadratic")
 ENDS = (0.3, 0.15, 0.075, 0.0375, 0.019)  # noise at the last evaluation, over the spread of the samples
-TRIED = ("dpm++-2", "dpm++-3", "unipc-2", "x0-3", "ipndm-3", "singlestep-2")
-FIRST = 24  # evaluations that each rule on each grid gets
-FITTED = 12  # of them are fitted
-FITTED_TO, JUDGED_BY = 24, 8  # trajectories
-
-
-Better = Callable[[FittedSolver, Network, Teacher], FittedSolver]
+TRIED = ("dpm++-2", "unipc-2", "x0-3", "ipndm-3", "singlestep-2")
+FEW = 8  # trajectories that each is fitted to, and judged by
 
 
 def grids(process: NoiseProcess, spread: float) -> list[Grid]:
     """Where evaluations may lie, for samples with this standard deviation."""
     top, low = float(process.lam(process.t_min)), float(process.lam(process.t_max))
-    rises = {max(0.0, top + math.log(end * spread)) for end in ENDS}
+    rises = {round(max(0.0, top + math.log(end * spread)), 2) for end in ENDS}
     return [Grid(spacing, rise) for spacing in SPACINGS for rise in sorted(rises) if rise < top - low - 1]
 
 
 def search(
-    network: Network, teacher: Teacher, nfe: int, guidance: float, keep: int, better: Better | None = None
+    network: Network, teacher: Teacher, nfe: int, guidance: float, keep: int, fit: bool
 ) -> list[FittedSolver]:
     """The rules on their grids that are best when fitted, best first.
 
-    better: fits one to trajectories of the network. None: what it would be fitted to is not the limit, so
-    that only the rules themselves can be judged by that, and the best of each goes on.
+    fit: False for those that are best as they are, one of each rule: they will be fitted to something else
+    than the limit.
     """
     rules, spread = {rule.name: rule for rule in RULES}, float(seen(teacher.samples, network.denoiser).std())
-    pairs = product((rules[name] for name in TRIED), grids(network.process, spread))
-    y, count = network.y, len(teacher.noise)
-    to = min(FITTED_TO, count - min(JUDGED_BY, count // 4))
-
-    def error(solver: FittedSolver, part: slice) -> float:
-        with _rows(network, part):
-            few = teacher.rows(part)
-            x = follow(solver, network, few.noise)
-            return float(error_between(solver, network, x, few, teacher.samples).mean())
-
-    def when_fitted(solver: FittedSolver) -> float:
-        if better is None:
-            return error(solver, slice(to + JUDGED_BY))
-        with _rows(network, slice(to)):
-            made = better(solver, network, teacher.rows(slice(to)))
-        return error(made, slice(to, to + JUDGED_BY))
-
-    planned = (plan(network.denoiser, rule, grid, nfe, y, guidance) for rule, grid in pairs)
-    first = slice(min(count, max(1, FIRST // nfe)))
-    found = _best(((error(solver, first), solver) for solver in planned if solver is not None), FITTED)
-    found = _best((when_fitted(solver), solver) for solver in found)
-    if better is None:
-        found = list(
-            {solver.provenance["base"].split(",")[0]: solver for solver in reversed(found)}.values()
-        )[::-1]
-    return found[:keep]
+    few, y, found = teacher.rows(slice(FEW)), network.y, []
+    with _rows(network, slice(FEW)):
+        for name, grid in product(TRIED, grids(network.process, spread)):
+            solver = plan(network.denoiser, rules[name], grid, nfe, y, guidance)
+            if solver is not None:
+                x = _when_fitted(solver, network, few) if fit else follow(solver, network, few.noise)
+                error = float(error_between(solver, network, x, few, teacher.samples).mean())
+                found.append((error, len(found), name, solver))
+    finite = sorted(one for one in found if math.isfinite(one[0]))
+    if not fit:
+        finite = [one for k, one in enumerate(finite) if one[2] not in {other[2] for other in finite[:k]}]
+    return [solver for *_, solver in finite[:keep]]
 
 
 def search_cost(nfe: int) -> int:
     """About how many evaluations a search takes."""
-    tried = len(TRIED) * len(SPACINGS) * len(ENDS) * nfe * max(1, FIRST // nfe)
-    return tried + FITTED * ((nfe - 1) * FITTED_TO + nfe * JUDGED_BY)
+    return len(TRIED) * len(SPACINGS) * len(ENDS) * FEW * nfe
 
 
-def _best(found: Iterable[tuple[float, FittedSolver]], most: int | None = None) -> list[FittedSolver]:
-    """Those with the smallest errors, smallest first; of equal ones the first that was tried."""
-    finite = [(error, k, solver) for k, (error, solver) in enumerate(found) if math.isfinite(error)]
-    return [solver for _, _, solver in sorted(finite, key=lambda one: one[:2])[:most]]
+@torch.inference_mode()
+def _when_fitted(solver: FittedSolver, network: Network, teacher: Teacher) -> Tensor:
+    """Samples of a solver that was fitted to these very trajectories."""
+    made, x, history = fitted_states(solver, network, teacher)
+    last = solver.nfe - 1
+    with network.denoiser.evaluating():
+        answer = made.remembered(last, network(x, made.t[last]), x, network.parametrization)
+    return made.step(last, x, [answer, *history][:MEMORY])
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from trueup.stored import digest_of
 TRAJECTORIES = 128
 FEWEST = 32
 HELD_OUT = 0.25  # of the trajectories
-TRIED = 3  # candidates that are fitted
+TRIED = 3  # candidates that are fitted to all trajectories
 MATERIAL = 0.05  # nats a coefficient by which the limit misses the data: all spreads off by a fifth, say
 BROUGHT = "states brought to the data's moments"
 _FEW = 100  # labels that a file names
@@ -197,8 +197,7 @@ class Fitter:
     def bases(self, nfe: int) -> list[FittedSolver]:
         """The best rules on their grids."""
         with self._rows(slice(0, self.fitted_to)) as network:
-            better = None if self.far_from_data else fitted
-            tried = search(network, self.fitting, nfe, self.guidance, TRIED, better)
+            tried = search(network, self.fitting, nfe, self.guidance, TRIED, not self.far_from_data)
         if not tried:
             raise TrueupError(f"no solver of {nfe} evaluations stays finite on this network")
         return tried
