@@ -25,6 +25,8 @@ SHAPE = (1, 4, 4)
 class Vocabulary:
     """Texts by number, which is a hash."""
 
+    identity = "the same"
+
     def __init__(self):
         self.known = {}
 
@@ -93,8 +95,11 @@ def test_a_table_says_classes(tmp_path, suffix, column):
 
 def test_pictures_without_a_caption_have_an_empty_one(tmp_path):
     folder = fill(tmp_path / "photos", "a.png", "b.png", "c.png")
-    path = table(tmp_path / "some.jsonl", [{"file": "b.png", "text": "b"}, {"file": "c.png", "text": None}])
+    rows = [{"file": "b.png", "text": "b"}, {"file": "c.png", "text": None}, {"file": "a.png", "text": ""}]
+    path = table(tmp_path / "some.jsonl", rows)
     assert told(folder, captions=path) == ["", "b", ""]
+    with pytest.raises(DataError, match=r"no caption for 2 of 3 images, b.png for one: add what is missing"):
+        told(folder, captions=table(tmp_path / "few.jsonl", rows[2:]))
     assert told(fill(tmp_path / "none", "a.png", "b.png")) == ["", ""]
 
 
@@ -109,13 +114,14 @@ def test_metadata_in_the_folder_is_found(tmp_path, suffix):
     table(folder / f"metadata{suffix}", rows)
     assert told(folder) == ["a", "b"]
     assert told(folder, text=False) == [2, 3]
-    other = table(tmp_path / "other.csv", [{"file": "a.png", "text": "named"}])
-    assert told(folder, captions=other) == ["named", ""]
+    named = [{"file": "a.png", "text": "named"}, {"file": "sub/b.png", "text": ""}]
+    assert told(folder, captions=table(tmp_path / "other.csv", named)) == ["named", ""]
 
 
 def test_metadata_that_says_nothing_of_it_is_passed_over(tmp_path):
     folder = fill(tmp_path, "x/a.png", "y/b.png")
-    table(folder / "metadata.csv", [{"file_name": "x/a.png", "text": "a"}])
+    rows = [{"file_name": "x/a.png", "text": "a"}, {"file_name": "y/b.png", "text": ""}]
+    table(folder / "metadata.csv", rows)
     assert told(folder, text=False) == [0, 1]  # by their folders
     assert told(folder) == ["a", ""]
 
@@ -264,7 +270,8 @@ def test_the_working_directory_can_be_the_folder(tmp_path, monkeypatch):
     for name in ("x/a.txt", "y/b.txt"):
         (tmp_path / name).write_text(name)
     assert told(".") == ["x/a.txt", "y/b.txt"]
-    table(tmp_path / "metadata.csv", [{"file_name": "y/b.png", "text": "b"}])
+    rows = [{"file_name": "y/b.png", "text": "b"}, {"file_name": "x/a.png", "text": ""}]
+    table(tmp_path / "metadata.csv", rows)
     assert told(".") == ["", "b"]
 
 

@@ -120,7 +120,8 @@ def test_the_search_finds_what_trying_everything_finds(nfe, fit):
             made = fitted(solver, network, teacher.rows(slice(32))) if fit else solver
             x = follow(made, network, half.noise)
             by_hand[solver.provenance["base"]] = float(errors_by_hand(x, half.samples).mean())
-    assert min(by_hand[base] for base in bases) < 1.25 * min(by_hand.values())  # of a few trajectories only
+    # It looked at a few trajectories only, and fitted a few rules.
+    assert min(by_hand[base] for base in bases) < (2 if fit else 1.25) * min(by_hand.values())
 
 
 # The limit
@@ -482,7 +483,7 @@ def test_samples_are_those_of_the_fitted_solver_by_default(fits, tmp_path):
         ({"trajectories": 8}, "32 trajectories or more, not 8"),
         ({"trajectories": "64"}, "32 trajectories or more, not '64'"),
         ({"labels": [1]}, "takes no labels"),
-        ({"guidance": 2.0}, "takes no labels and cannot be guided"),
+        ({"guidance": 2.0}, "is unconditional, and takes no labels, prompts or guidance"),
         ({"seed": 1.5}, "seed is a whole number, not 1.5"),
         ({"calibration": 7}, "expected a Calibration or its file, not int"),
     ],

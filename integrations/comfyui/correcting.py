@@ -32,7 +32,8 @@ class Corrected:
         self, calibration: Calibration, levels: Levels, gains: str | None, before: Wrapper | None = None
     ):
         self.calibration, self.levels, self.before = calibration, levels, before
-        self.gains = calibration.gains if gains is None else gains
+        form = calibration.gains if gains is None else gains
+        self.gains = "none" if calibration.empty else form  # as solvers are fitted to it
         self._kind = calibration.parametrization
         self._hooks: dict[tuple[int, ...], CorrectOutput] = {}
 

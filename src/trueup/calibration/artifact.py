@@ -321,6 +321,8 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
         low, high = numbers(given["data_range"], "data_range", -1e9, 1e9, least=2, most=2)
         if not low < high:
             raise ArtifactError("data_range makes no sense")
+    if "size" in given:
+        numbers(given["size"], "size", 1, 1e6, least=2, most=2)
     if "null_label" in given:
         whole(given, "null_label", -_LARGEST_LABEL, _LARGEST_LABEL)
     SampleEvidence.of(given)

@@ -20,7 +20,7 @@ from trueup.calibration.evidence import Evidence, SampleEvidence, of_samples
 from trueup.calibration.sharing import find_calibration, push_folder, save_folder
 from trueup.denoiser import Denoiser
 from trueup.denoiser.weights import same_weights
-from trueup.errors import MismatchError
+from trueup.errors import Argument, MismatchError
 from trueup.files import load_as, save_tensors, unpacked
 from trueup.fitted import FittedSolver, purpose
 from trueup.hf.hub import name_of
@@ -180,6 +180,12 @@ class Calibration:
         found = next((solver for solver in self.solvers if solver.is_for(nfe, guidance)), None)
         if found is not None:
             return found
+        guided = next((solver.guidance for solver in self.solvers if solver.nfe == nfe), None)
+        if guided is not None:
+            problem = f"the solver for {nfe} evaluations is for guidance {guided:g}, not {guidance:g}"
+            raise MismatchError(
+                problem, "pass {}, or fit one for this (trueup.fit_solver)", Argument("guidance", guided)
+            )
         there = ", ".join(solver.purpose for solver in self.solvers)
         has = f"has those for {there}" if there else "has none"
         fit = "fit one (trueup.fit_solver)"

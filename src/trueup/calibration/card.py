@@ -106,6 +106,10 @@ def _use(calibration: Any, where: str, model: str) -> str:
         guided = f", guidance={solver.guidance:g}" if solver.guidance != 1.0 else ""
         lines.append(f"pipe.scheduler = trueup.Scheduler.from_pretrained({where}, nfe={solver.nfe}{guided})")
     asked = f"num_inference_steps={20 if solver is None else solver.nfe}"
+    if "told" in calibration.provenance:
+        asked = f'"a prompt", {asked}'
+    if solver is not None and solver.guidance != 1.0:
+        asked += f", guidance_scale={solver.guidance:g}"
     return _fenced("\n".join([*lines, f"images = pipe({asked}).images"]), "python")
 
 

@@ -21,7 +21,7 @@ from trueup.calibration.conditions import Projection
 from trueup.calibration.correction import interpolation_weights, level_position, refinement
 from trueup.denoiser import Binding, prediction
 from trueup.denoiser.adapters import Watch
-from trueup.denoiser.layout import arranged, restored, spatial_of, spatial_of_ids
+from trueup.denoiser.layout import SEEN, arranged, restored, spatial_of, spatial_of_ids
 from trueup.errors import AttachError, MismatchError
 
 _NODES = 8192  # times at which the interpolation is tabulated; a row uses the nearest
@@ -99,6 +99,7 @@ class CorrectOutput:
             )
         t = self.binding.t.of(args, kwargs)
         if (self.binding.scale, self.binding.offset) != (1.0, 0.0):
+            t = t.float() if isinstance(t, Tensor) and t.dtype in (torch.float16, torch.bfloat16) else t
             t = (t - self.binding.offset) / self.binding.scale
         y = self._label(args, kwargs) if self.conditional else None
         mean, rest = output[:, :channels], output[:, channels:]  # a learned variance is left alone
@@ -114,7 +115,7 @@ class CorrectOutput:
         layout, x_t = self.binding.layout, self.binding.x.of(args, kwargs)
         if layout is None:
             return output, x_t[:, : self.shape[0]]
-        ids = kwargs.get("img_ids") if layout == "packed" else None
+        ids = kwargs.get("img_ids") if layout == "packed" and not torch.compiler.is_compiling() else None
         spatial = spatial_of(output, layout, self.shape[1:]) if ids is None else self._size(ids)
         if spatial is None:
             tokens = f"{output.shape[1]} tokens are no picture"
@@ -127,6 +128,7 @@ class CorrectOutput:
         if known is None or known() is not ids:
             size = spatial_of_ids(ids)
             self._places = (weakref.ref(ids), size)
+        SEEN[ids.shape[-2]] = size  # for a scheduler, which is not told
         return size
 
     def _label(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

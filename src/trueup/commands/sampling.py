@@ -12,6 +12,7 @@ from trueup.commands.shared import given, say, show
 from trueup.errors import Argument
 from trueup.evaluation import build_reference, image_maker
 from trueup.evaluation import evaluate as compare
+from trueup.fitting import labels_of
 from trueup.metrics import Reference, load_features
 from trueup.sampling import sample_batches
 from trueup.sampling.draw import check_labels, choose_solver
@@ -82,6 +83,8 @@ def evaluate(options: argparse.Namespace) -> int:
         if (lacks := shared.no_solver(options, calibration, number)) is not None:
             raise lacks
     solvers = [shared.open_solver(name, denoiser, options.grid) for name in options.solver]
+    if options.labels is None and options.data is not None:
+        options.labels = labels_of(shared.images_of(options, denoiser), denoiser)
     how = given(options, "nfe", "samples", "labels", "guidance", "loss", "seed", "run", "force")
     how |= {"solvers": solvers, "features": features, "progress": options.progress}
     comparison = compare(denoiser, calibration, data, **how)

@@ -35,8 +35,10 @@ def open_model(options: argparse.Namespace) -> Denoiser:
     """The model named on the command line."""
     logging.getLogger("diffusers").setLevel(logging.ERROR)  # it warns about what we check ourselves
     how = given(options, "scheduler", "prediction", "model_range", "vae", "batch_size")
-    if options.size is not None:
-        how["arguments"] = dict(zip(("height", "width"), options.size, strict=True))
+    made = getattr(options, "calibration", None)
+    size = options.size or (None if made is None else load(made).provenance.get("size"))  # as it was made
+    if size is not None:
+        how["arguments"] = dict(zip(("height", "width"), size, strict=True))
     code = typed.code(options.model)
     if code is not None:
         say(options, f"running {code[0]}")
@@ -77,6 +79,8 @@ def no_solver(options: argparse.Namespace, calibration: Calibration, nfe: int) -
     try:
         calibration.solver(nfe, options.guidance)
     except MismatchError as error:
+        if error.arguments:  # that of another guidance
+            return error
         how = [Argument("calibration", options.calibration), Argument("nfe", nfe)]
         how += [Argument("guidance", f"{options.guidance:g}")] if options.guidance != 1.0 else []
         places = " ".join("{}" for _ in how)

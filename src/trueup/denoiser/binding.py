@@ -20,6 +20,7 @@ from trueup.denoiser.network import eagerly, prediction, unwrapped
 from trueup.errors import AttachError, ModelError
 
 _CLOSE = 1e-5  # relative to what was added up
+_HALF = (torch.float16, torch.bfloat16)
 _ROUNDING = 2.0**-22  # of the largest: times may have been through float32
 
 
@@ -144,15 +145,21 @@ def time_line(values: list[Any], times: Tensor) -> tuple[float, float] | None:
             return None
         rows.append(value.detach().flatten().cpu().double())
     told, t = torch.cat(rows), times.flatten().cpu().double()
-    span, rounding = float(t[0] - t[-1]), _ROUNDING * float(told.abs().max())
+    # In half precision times are rounded, and once more when they are divided.
+    eps = max(2 * torch.finfo(v.dtype).eps if v.dtype in _HALF else _ROUNDING for v in values)
+    span, rounding = float(t[0] - t[-1]), eps * float(told.abs().max())
     scale = float(told[0] - told[-1]) / span if span else 0.0
     if scale == 0 or not math.isfinite(scale):
         return None
-    whole = 1 / round(1 / scale) if abs(scale) < 1 else float(round(scale))  # most likely what was meant
-    if abs(scale - whole) <= _CLOSE * abs(whole) + 2 * rounding / abs(span):
-        scale = whole
+    whole = 1 / round(1 / scale) if abs(scale) < 1 else float(round(scale))
+    for meant in (math.copysign(1.0, scale), math.copysign(1e-3, scale), whole):  # the likeliest first
+        if abs(scale - meant) <= _CLOSE * abs(meant) + 2 * rounding / abs(span):
+            scale = meant
+            break
     offset = float((told - scale * t).mean())
-    if abs(offset - round(offset)) <= 4 * rounding:
-        offset = float(round(offset))
+    for meant in (0.0, float(round(offset))):
+        if abs(offset - meant) <= 4 * rounding:
+            offset = meant
+            break
     close = _CLOSE * ((scale * t).abs() + abs(offset)) + rounding
     return (scale, offset) if ((scale * t + offset - told).abs() <= close).all() else None

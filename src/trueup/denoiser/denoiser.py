@@ -159,7 +159,7 @@ class Denoiser:
                 "then runs the original: copy the network and make another Denoiser around it"
             )
         other = copy.copy(self)
-        for name in ("network", "_call", "_holder"):
+        for name in ("network", "_call", "_holder", "vocabulary"):
             setattr(other, name, copy.deepcopy(getattr(self, name), memo))
         return other
 
@@ -176,6 +176,7 @@ class Denoiser:
             "noise process": hashlib.blake2b(process, digest_size=8).hexdigest(),
             "prediction": self.parametrization.settings(),
             "model range": list(self.data_range) if self.data_range is not None else None,
+            **({} if self.vocabulary is None else {"told": self.vocabulary.identity}),
         }
 
     def eps(self, x_t: Tensor, t: Tensor | float, y: Any = None) -> Tensor:
@@ -346,7 +347,12 @@ class Denoiser:
 
     def evaluating(self) -> AbstractContextManager[None]:
         """With the network in evaluation mode (no dropout), and back as it was afterwards."""
-        return _off(self.network.modules() if isinstance(self.network, nn.Module) else (), "training")
+        return evaluating(self.network)
+
+
+def evaluating(network: Any) -> AbstractContextManager[None]:
+    """With a network in evaluation mode, and back as it was afterwards."""
+    return _off(network.modules() if isinstance(network, nn.Module) else (), "training")
 
 
 @contextmanager

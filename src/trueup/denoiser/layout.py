@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 LAYOUTS = ("packed", "frames_first")
+SEEN: dict[int, tuple[int, ...]] = {}  # of so many tokens, the size that a corrected network was told last
 
 
 def arranged(x: Tensor, layout: str | None) -> Tensor:

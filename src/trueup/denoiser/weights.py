@@ -63,8 +63,9 @@ def fingerprint(network: Any) -> dict[str, str]:
 
 
 def is_sharded(network: nn.Module) -> bool:
-    """Whether a network holds only its share of the weights (FSDP, tensor parallel)."""
-    return any("_flat_param" in name or hasattr(p, "placements") for name, p in network.named_parameters())
+    """Whether a network holds only its share of the weights (FSDP, tensor parallel), or none (offloaded)."""
+    found = network.named_parameters()
+    return any("_flat_param" in n or hasattr(p, "placements") or p.device.type == "meta" for n, p in found)
 
 
 def same_weights(ours: dict[str, str], theirs: dict[str, str], *, part: str = "", of: str = "") -> bool:

@@ -164,7 +164,9 @@ def _collect(sides: Sides, how: Bound | Exact, kept: Kept | None, progress: bool
             seen += len(batch)
             if skip == len(batch):
                 continue
-            rest, eight_bit = batch.rows(slice(skip, None)), bool(samples.eight_bit)
+            # Latents have a density, whatever pictures they were encoded from.
+            discrete = bool(samples.eight_bit) and samples.model_range is not None
+            rest, eight_bit = batch.rows(slice(skip, None)), discrete
             work = partial(_measure, sides, how, rest, eight_bit, bar)
             made, fitting = in_parts(work, len(rest), fitting)
             rows = _joined(made) | {"sample": rest.index, "digest": _digests(rest)}

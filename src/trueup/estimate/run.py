@@ -93,14 +93,15 @@ class Run(Folder):
                     f"sample {index} of {samples.name} is not what it was when {self.path} was begun: "
                     "put the images, labels and groups back, or use a new run directory"
                 )
-        if samples.vocabulary is not None:  # texts, of which some were looked at
-            return
-        try:
-            y = torch.as_tensor(np.asarray(samples.labels))  # all of them, since they cost nothing
+        own = moments.indices - samples.images.offset
+        try:  # all of them, since they cost nothing
+            if samples.vocabulary is not None and samples.labels is not None:
+                y = samples.vocabulary.numbers([samples.labels[k] for k in own.tolist()])
+            else:
+                y = torch.as_tensor(np.asarray(samples.labels))[own]
         except (TypeError, ValueError, RuntimeError):  # none, or not numbers
             return
-        own = moments.indices - samples.images.offset
-        if _digests(y[own], len(own)) != self.labels:
+        if _digests(y, len(own)) != self.labels:
             raise DataError(f"the labels are not what they were when {self.path} was begun")
 
 

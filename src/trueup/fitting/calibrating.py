@@ -31,6 +31,9 @@ def calibrate(
     estimator: str = "shrunk",
     levels: Sequence[float] | Tensor | None = None,
     nfe: int | list[int] | None = None,
+    labels: Any = None,
+    guidance: float = 1.0,
+    trajectories: int = 128,
     per_class: bool | Sequence[int] = False,
     per_embedding: bool = False,
     seed: int = 0,
@@ -46,7 +49,8 @@ def calibrate(
 
     A few samples, drawn without the correction and with two forms of it, then say which form to attach for
     sampling (`Calibration.gains`): the lowest loss does not make the best samples. nfe: fit solvers for so
-    many evaluations as well (see `fit_solver`).
+    many evaluations as well; for labels (or prompts) and guidance as they will be used, by default labels as
+    in the data and none (see `fit_solver`, also for trajectories).
 
     per_class: a correction for every class as well, drawn towards that of all as far as its own images do not
     say more; True for the labels that are in the data, or a list of them. A null label is a class of its own.
@@ -74,11 +78,12 @@ def calibrate(
     calibration = fit(moments, family=family, estimator=estimator)
     if once:  # its labels are gone, so that samples cannot judge
         return calibration
-    labels = labels_of(data, denoiser)
-    calibration = judge(denoiser, calibration, labels=labels, seed=seed, progress=progress)
+    of_data = labels_of(data, denoiser)
+    calibration = judge(denoiser, calibration, labels=of_data, seed=seed, progress=progress)
     if numbers is None:
         return calibration
-    how: dict[str, Any] = {"labels": labels, "seed": seed, "progress": progress}
+    how: dict[str, Any] = {"labels": of_data if labels is None else labels, "guidance": guidance}
+    how |= {"trajectories": trajectories, "seed": seed, "progress": progress}
     where = None if run is None else Path(run) / "solvers"
     return fit_solver(denoiser, calibration, nfe=numbers, run=where, **how)
 

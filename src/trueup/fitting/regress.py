@@ -7,7 +7,6 @@ add or take away.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -32,13 +31,6 @@ Step = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 def fitted(solver: FittedSolver, network: Network, teacher: Teacher) -> FittedSolver:
     """Each step regressed on the fine trajectories, per channel and band (equation 37)."""
-    return fitted_states(solver, network, teacher)[0]
-
-
-def fitted_states(
-    solver: FittedSolver, network: Network, teacher: Teacher
-) -> tuple[FittedSolver, Tensor, list[Tensor]]:
-    """The same, with the states before the last step and what they remember."""
     lam = (solver.alpha[:-1] / solver.sigma[:-1]).log()
 
     def step(parts: Tensor, made: Tensor, i: int) -> tuple[Tensor, Tensor]:
@@ -62,12 +54,10 @@ def restored(solver: FittedSolver, network: Network, noise: Tensor, data: Moment
         rule = solver.weights[i, : len(parts)].to(made)[:, None, None]
         return (gain - 1) * rule, goal - bands.spread(gain) * mean
 
-    return _walk(solver, network, noise, step)[0]
+    return _walk(solver, network, noise, step)
 
 
-def _walk(
-    solver: FittedSolver, network: Network, noise: Tensor, step: Step
-) -> tuple[FittedSolver, Tensor, list[Tensor]]:
+def _walk(solver: FittedSolver, network: Network, noise: Tensor, step: Step) -> FittedSolver:
     """Through all states but the last, fitting each step before it is taken; as it was if one cannot be."""
     bare = solver
     bands, tables, offset = solver.bands, solver.tables.clone(), solver.offset.clone()
@@ -84,13 +74,13 @@ def _walk(
             try:
                 table, shift = step(parts, made, i)
             except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-                return bare, x * math.nan, history
+                return bare
             if not (torch.isfinite(table).all() and torch.isfinite(shift).all()):  # a trajectory ran away
-                return bare, x * math.nan, history
+                return bare
             tables[i, : len(table)], offset[i] = table.cpu(), shift.cpu()
             solver = replace(solver, tables=tables, offset=offset)
             x = solver.step(i, x, history)
-    return solver, x, history
+    return solver
 
 
 def regression(bands: Bands, parts: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

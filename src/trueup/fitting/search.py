@@ -1,8 +1,8 @@
-"""Which rule on which grid: fitted to a few trajectories, judged by how far their samples are from the limit.
+"""Which rule on which grid: tried on a few trajectories, judged by how far samples are from the limit.
 
 What counts is how good a rule is once its steps are fitted, and the best before is often not the best after:
-a fit takes whatever weights of the state and the last answers serve, but it cannot move an evaluation, and it
-leaves the last step as it is.
+so those that are good as they are get fitted to some trajectories and judged by others, and the best of them
+are fitted to all.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from trueup.fitted import MEMORY, FittedSolver
+from trueup.fitted import FittedSolver
 from trueup.fitting.moments import seen, whitened
-from trueup.fitting.regress import fitted_states
+from trueup.fitting.regress import fitted
 from trueup.fitting.teacher import Teacher
 from trueup.process import NoiseProcess
 from trueup.sampling.fitted import follow, plan
@@ -27,7 +27,9 @@ from trueup.sampling.rules import RULES, Grid
 SPACINGS = (math.inf, 7.0, "time", "quadratic")
 ENDS = (0.3, 0.15, 0.075, 0.0375, 0.019)  # noise at the last evaluation, over the spread of the samples
 TRIED = ("dpm++-2", "unipc-2", "x0-3", "ipndm-3", "singlestep-2")
-FEW = 8  # trajectories that each is fitted to, and judged by
+FIRST = 24  # evaluations that each rule on each grid gets
+GOOD = 12  # of them are fitted
+FITTED_TO, JUDGED_BY = 24, 8  # trajectories
 
 
 def grids(process: NoiseProcess, spread: float) -> list[Grid]:
@@ -38,7 +40,7 @@ def grids(process: NoiseProcess, spread: float) -> list[Grid]:
 
 
 def search(
-    network: Network, teacher: Teacher, nfe: int, guidance: float, keep: int, fit: bool
+    network: Network, teacher: Teacher, nfe: int, guidance: float, keep: int, fit: bool = True
 ) -> list[FittedSolver]:
     """The rules on their grids that are best when fitted, best first.
 
@@ -46,33 +48,41 @@ def search(
     than the limit.
     """
     rules, spread = {rule.name: rule for rule in RULES}, float(seen(teacher.samples, network.denoiser).std())
-    few, y, found = teacher.rows(slice(FEW)), network.y, []
-    with _rows(network, slice(FEW)):
-        for name, grid in product(TRIED, grids(network.process, spread)):
-            solver = plan(network.denoiser, rules[name], grid, nfe, y, guidance)
-            if solver is not None:
-                x = _when_fitted(solver, network, few) if fit else follow(solver, network, few.noise)
-                error = float(error_between(solver, network, x, few, teacher.samples).mean())
-                found.append((error, len(found), name, solver))
-    finite = sorted(one for one in found if math.isfinite(one[0]))
+    pairs, y, count = product(TRIED, grids(network.process, spread)), network.y, len(teacher.noise)
+    to = min(FITTED_TO, count - min(JUDGED_BY, count // 4))
+
+    def error(solver: FittedSolver, part: slice) -> float:
+        few = teacher.rows(part)
+        with _rows(network, part):
+            x = follow(solver, network, few.noise)
+        return float(error_between(solver, network, x, few, teacher.samples).mean())
+
+    def when_fitted(solver: FittedSolver) -> float:
+        if not fit:
+            return error(solver, slice(to))
+        with _rows(network, slice(to)):
+            made = fitted(solver, network, teacher.rows(slice(to)))
+        return error(made, slice(to, to + JUDGED_BY))
+
+    planned = (plan(network.denoiser, rules[name], grid, nfe, y, guidance) for name, grid in pairs)
+    first = slice(max(1, FIRST // nfe))
+    good = _best([(error(solver, first), solver) for solver in planned if solver is not None])[:GOOD]
+    found = _best([(when_fitted(solver), solver) for solver in good])
     if not fit:
-        finite = [one for k, one in enumerate(finite) if one[2] not in {other[2] for other in finite[:k]}]
-    return [solver for *_, solver in finite[:keep]]
+        of_rules = {solver.provenance["base"].split(",")[0]: solver for solver in reversed(found)}
+        found = [solver for solver in found if solver in of_rules.values()]
+    return found[:keep]
 
 
 def search_cost(nfe: int) -> int:
     """About how many evaluations a search takes."""
-    return len(TRIED) * len(SPACINGS) * len(ENDS) * FEW * nfe
+    tried = len(TRIED) * len(SPACINGS) * len(ENDS) * nfe * max(1, FIRST // nfe)
+    return tried + GOOD * ((nfe - 1) * FITTED_TO + nfe * JUDGED_BY)
 
 
-@torch.inference_mode()
-def _when_fitted(solver: FittedSolver, network: Network, teacher: Teacher) -> Tensor:
-    """Samples of a solver that was fitted to these very trajectories."""
-    made, x, history = fitted_states(solver, network, teacher)
-    last = solver.nfe - 1
-    with network.denoiser.evaluating():
-        answer = made.remembered(last, network(x, made.t[last]), x, network.parametrization)
-    return made.step(last, x, [answer, *history][:MEMORY])
+def _best(found: list[tuple[float, FittedSolver]]) -> list[FittedSolver]:
+    """By their errors, smallest first; without those that are not finite."""
+    return [one for error, one in sorted(found, key=lambda pair: pair[0]) if math.isfinite(error)]
 
 
 @contextmanager

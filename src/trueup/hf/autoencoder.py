@@ -59,7 +59,7 @@ class Autoencoder:
         return torch.cat(in_parts(lambda part: self._decode(latents[part]), len(latents), _AT_ONCE)[0])
 
     def _encode(self, pictures: Tensor) -> Tensor:
-        found = self.module.encode(pictures.to(next(self.module.parameters())))
+        found = self.module.encode(self._beside(pictures))
         distribution = getattr(found, "latent_dist", None)
         named = (getattr(found, name, None) for name in ("latents", "latent"))
         if distribution is not None:
@@ -73,8 +73,13 @@ class Autoencoder:
             raise ModelError("the autoencoder returned latents that are not finite: load it in float32")
         return latents
 
+    def _beside(self, x: Tensor) -> Tensor:
+        """On the device where the autoencoder runs, which hooks may move it to, and in its dtype."""
+        weight, hook = next(self.module.parameters()), getattr(self.module, "_hf_hook", None)
+        return x.to(getattr(hook, "execution_device", None) or weight.device, weight.dtype)
+
     def _decode(self, latents: Tensor) -> Tensor:
-        latents = latents.to(next(self.module.parameters()))
+        latents = self._beside(latents)
         scale, shift = self._scaling(latents)
         return prediction(self.module.decode(latents / scale + shift)).float()
 

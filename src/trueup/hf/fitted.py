@@ -23,7 +23,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from trueup import fitted
-from trueup.denoiser.layout import LAYOUTS, arranged, restored, spatial_of
+from trueup.denoiser.layout import LAYOUTS, SEEN, arranged, restored, spatial_of
 from trueup.errors import Argument, ArtifactError, MismatchError, TrueupError
 from trueup.files import line, unpacked
 from trueup.fitted import MEMORY, FittedSolver
@@ -87,7 +87,7 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
         self.register_to_config(**{**more, **common, **{f"_{name}": own[name] for name in _OWN}})
         self.process, self.parametrization = schedule({**self.config, "_class_name": type(self).__name__})
         self.solver = unpacked(_unpack, solver, _decoded(tensors), "this scheduler")
-        self.spatial = self.solver.shape[1:]  # of latents that come as tokens, which do not say
+        self.spatial: tuple[int, ...] | None = None  # of latents that come as tokens, which do not say
         self.init_noise_sigma = self.process.prior_std
         self.num_inference_steps: int | None = None
         self._start_again(None)
@@ -244,10 +244,7 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
         if kwargs.get("eta"):
             warnings.warn("a fitted solver adds no noise: eta is ignored", stacklevel=2)
         solver, channels = self.solver, self.solver.shape[0]
-        spatial = spatial_of(sample, self.layout, self.spatial)
-        if spatial is None:
-            tokens = f"{sample.shape[1]} tokens have not the proportions of {self.spatial}"
-            raise MismatchError(f"{tokens}: set scheduler.spatial to the height and width of the latents")
+        spatial = self._size(sample)
         sample, model_output = (restored(v, self.layout, spatial) for v in (sample, model_output))
         as_wanted = sample.ndim == 1 + len(solver.shape) and sample.shape[1] == channels
         as_wanted = as_wanted and sample.shape[2:] == model_output.shape[2:]
@@ -269,6 +266,16 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
             made = arranged(solver.step(i, x, self._history).to(sample.dtype), self.layout)
         self._step_index = i + 1
         return SchedulerOutput(prev_sample=made) if return_dict else (made,)
+
+    def _size(self, sample: Tensor) -> tuple[int, ...]:
+        """Of samples that come as tokens: as was said, as the corrected network was told, or as fitted."""
+        like = self.solver.shape[1:] if self.spatial is None else self.spatial
+        seen = SEEN.get(sample.shape[1]) if self.layout == "packed" and self.spatial is None else None
+        spatial = seen or spatial_of(sample, self.layout, like)
+        if spatial is None:
+            tokens = f"{sample.shape[1]} tokens have not the proportions of {like}"
+            raise MismatchError(f"{tokens}: set scheduler.spatial to the height and width of the latents")
+        return spatial
 
     def add_noise(self, original_samples: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
         """x_t of samples and noise, a time per row; at its own timesteps of the levels that it steps from."""

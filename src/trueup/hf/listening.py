@@ -30,6 +30,8 @@ from trueup.errors import ModelError
 from trueup.files import line
 
 _STEPS = 3  # enough to see a line in time
+_OURS = ("num_images_per_prompt", "num_inference_steps", "guidance_scale", "true_cfg_scale", "prompt")
+_TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 TEXT = "encoder_hidden_states"  # embeddings of a prompt, as networks call them
 PICTURES = ("image", "mask_image", "control_image")  # arguments of pipelines
 
@@ -73,7 +75,7 @@ class Told:
             return None
         parts = pytree.tree_unflatten(list(range(len(self.times))), self.spec)
         leaf = parts[self.names.index(name)]
-        return sum(map(bool, self.times[:leaf])) if isinstance(leaf, int) and self.times[leaf] else None
+        return sum(map(bool, self.times[:leaf])) if isinstance(leaf, int) and self.times[leaf] == 1 else None
 
     def arguments(self, x_t: Tensor, t: Tensor, rows: Sequence[Sequence[Tensor]]) -> dict[str, Any]:
         """Arguments that tell every row its own."""
@@ -104,9 +106,15 @@ class Pipeline:
         self.pipe, self.network, self.called = pipe, unwrapped(network), network  # which may be compiled
         helper = getattr(pipe, "controlnet", None)
         self.helper = helper if isinstance(helper, nn.Module) else None
-        self.known = inspect.signature(pipe.__call__).parameters
+        self.known = list(inspect.signature(pipe.__call__).parameters)
         self.arguments = dict(arguments or {})
         self._check(self.arguments)
+        ours = next((name for name in _OURS if name in self.arguments), None)
+        if ours is not None:
+            raise ModelError(f"{ours} is no argument to fix: trueup says it itself, or takes it elsewhere")
+        if "prompt" in self.known and all(getattr(pipe, n, None) is None for n in _TEXT_ENCODERS):
+            name = type(pipe).__name__
+            raise ModelError(f"this {name} has no text encoder for prompts: load it with one")
 
     def _check(self, arguments: Mapping[str, Any]) -> None:
         unknown = next((name for name in arguments if name not in self.known), None)
@@ -114,20 +122,21 @@ class Pipeline:
             raise ModelError(f"{type(self.pipe).__name__} takes no argument {unknown}")
 
     def listen(
-        self, conditions: Sequence[Mapping[str, Any]], *, guidance: float = 1.0, stop: bool = True
+        self, conditions: Sequence[Mapping[str, Any]], *, guidance: float = 1.0, until: str = "call"
     ) -> tuple[list[Heard], list[Heard], list[tuple[Any, ...]]]:
-        """Calls of the network, of its helper, and (output, t, sample) of the scheduler's steps.
+        """Calls of the network, of its helper, and (output, t) of the scheduler's steps.
 
-        conditions: arguments of the pipeline, a set for each row. stop: at the network's first call, which
-        then is not made.
+        conditions: arguments of the pipeline, a set for each row. until: the network's first "call", which
+        then is not made, the first "step" of the scheduler, or the "end".
         """
         calls: list[Heard] = []
         helped: list[Heard] = []
         stepped: list[tuple[Any, ...]] = []
-        handles = _listened(self.network, calls, stepped, stop)
+        handles = _listened(self.network, calls, stepped, until == "call")
         handles += [] if self.helper is None else _listened(self.helper, helped, stepped, False)
         try:
-            with _quiet(self.pipe, stepped), eagerly(), torch.inference_mode():
+            # Not in inference mode: weights that are moved meanwhile, by hooks, could not be trained after.
+            with _quiet(self.pipe, stepped, until == "step"), eagerly(), torch.no_grad():
                 self.pipe(**self._call(conditions, guidance))
         except _HeardEnoughError:
             pass
@@ -148,7 +157,8 @@ class Pipeline:
         given: dict[str, Any] = {
             "num_inference_steps": _STEPS if own is None else own.nfe,
             "output_type": "latent",
-            "generator": torch.Generator().manual_seed(0),
+            # One a row, or what is drawn for it would depend on its place in a batch.
+            "generator": [torch.Generator().manual_seed(0) for _ in conditions],
             "guidance_scale": guidance,
             "true_cfg_scale": guidance,
             "strength": 1.0,
@@ -160,7 +170,8 @@ class Pipeline:
         given = {name: value for name, value in given.items() if name in self.known} | self.arguments
         for name in dict.fromkeys(name for one in conditions for name in one):
             self._check({name: None})
-            given[name] = [one.get(name) for one in conditions]
+            values: list[Any] = [one.get(name) for one in conditions]
+            given[name] = torch.stack(values) if all(isinstance(v, Tensor) for v in values) else values
         if isinstance(given.get("negative_prompt"), str) and "prompt" in given:
             given["negative_prompt"] = [given["negative_prompt"]] * len(conditions)
         # Blank pictures where there are none: to hear how the network is told of them.
@@ -181,11 +192,11 @@ class Pipeline:
     def interface(self) -> Interface:
         """How the network is called, heard in a few steps of two rows, and in one of three."""
         texts = [{"prompt": text} if "prompt" in self.known else {} for text in ("", "a", "the")]
-        calls, helped, stepped = self.listen(texts[:2], stop=False)
+        calls, helped, stepped = self.listen(texts[:2], until="end")
         more, more_helped, _ = self.listen(texts)
         if len(calls) != len(stepped) or len(helped) not in (0, len(calls)):
             raise self._odd(f"calls its network {len(calls)} times in {len(stepped)} steps")
-        times = [float(t) for _, t, _ in stepped]
+        times = [float(t) for _, t in stepped]
         made = _made(calls, helped)
         network = self._told(calls, more[0], times, made)
         helper = self._told(helped, more_helped[0], times, ()) if helped else None
@@ -284,22 +295,35 @@ def _listened(module: nn.Module, calls: list[Heard], stepped: list[Any], stop: b
 
 
 @contextmanager
-def _quiet(pipe: Any, stepped: list[tuple[Any, ...]]) -> Iterator[None]:
-    """Without a bar, and with a copy of its scheduler, whose steps are noted: running it changes it."""
+def _quiet(pipe: Any, stepped: list[tuple[Any, ...]], stop: bool) -> Iterator[None]:
+    """Without a bar, dropout or draws from anybody's generator, and with a copy of its scheduler.
+
+    Its steps are noted; running it changes it.
+    """
     own, bar = pipe.scheduler, getattr(pipe, "_progress_bar_config", None)
     pipe.scheduler = copied = copy.deepcopy(own)
     step = copied.step
 
     @functools.wraps(step)  # pipelines look at its arguments
-    def noted(model_output: Any, timestep: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        stepped.append((model_output.clone(), timestep, sample.clone()))
-        return step(model_output, timestep, sample, *args, **kwargs)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        told = inspect.signature(step).bind(*args, **kwargs).arguments
+        stepped.append((told["model_output"].clone(), told["timestep"]))
+        if stop:
+            raise _HeardEnoughError
+        return step(*args, **kwargs)
 
     copied.step = noted
     pipe._progress_bar_config = {"disable": True}
+    parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+    training = [module for part in parts for module in part.modules() if module.training]
     try:
-        yield
+        for module in training:
+            module.training = False
+        with torch.random.fork_rng():
+            yield
     finally:
+        for module in training:
+            module.training = True
         pipe.scheduler = own
         if bar is None:
             del pipe._progress_bar_config

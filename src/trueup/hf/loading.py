@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -72,26 +74,50 @@ def load_pipeline(path: Path) -> Any:
     files = [file.name for file in path.glob("*/*.safetensors")]
     how["variant"] = "fp16" if files and all(".fp16" in name for name in files) else None
     try:
-        with _quiet(diffusers):
+        with _quiet(diffusers) as said:
             pipe = diffusers.DiffusionPipeline.from_pretrained(str(path), trust_remote_code=False, **how)
-            return pipe.to(torch.float32)
+            pipe = pipe.to(torch.float32)
+        lacking = next((text for text in said if "newly initialized" in text), None)
+        if lacking is not None:  # transformers goes on with weights that were never trained
+            names = re.findall(r"([\w.]+) +\| MISSING", lacking) or ["see its files"]
+            raise ModelError(f"{path} lacks weights of its text encoder: {', '.join(names[:3])}")
+        return pipe
+    except ModelError:
+        raise
     except Exception as error:  # whatever diffusers and transformers make of a damaged directory
         raise ModelError(f"{path} cannot be loaded: {line(error, 300)}") from error
 
 
+class _Said(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
 @contextmanager
-def _quiet(diffusers: Any) -> Iterator[None]:
-    """Without a bar for every part that is loaded, and without advice about other libraries."""
+def _quiet(diffusers: Any) -> Iterator[list[str]]:
+    """Without bars for every part that is loaded; what is logged is yielded, and not shown."""
     libraries = [diffusers.utils.logging]
     if find_spec("transformers") is not None:
         libraries.append(import_module("transformers.utils.logging"))
     before = [(one, one.get_verbosity(), one.is_progress_bar_enabled()) for one in libraries]
+    loggers, said = [logging.getLogger(name) for name in ("diffusers", "transformers")], _Said()
+    handlers = [(logger, logger.handlers, logger.propagate) for logger in loggers]
     try:
         for library, _, _ in before:
-            library.set_verbosity_error()
+            library.set_verbosity_warning()
             library.disable_progress_bar()
-        yield
+        for logger in loggers:
+            logger.handlers, logger.propagate = [said], False
+        yield said.texts
     finally:
+        for logger, own, propagates in handlers:
+            logger.handlers, logger.propagate = own, propagates
         for library, verbosity, bars in before:
             library.set_verbosity(verbosity)
             if bars:

@@ -97,9 +97,8 @@ def as_denoiser(
         if heard.interface.binding.turned:
             prediction = _turned(prediction)
     elif arguments:
-        raise ModelError(
-            f"{settings['_class_name']} is called without a pipeline, so that it takes no arguments"
-        )
+        problem = f"{settings['_class_name']} has one size, and is told no prompts by a pipeline"
+        raise ModelError(problem, "leave out {}", Argument("size", said="arguments"))
     labelled = ("num_class_embeds", "num_embeds_ada_norm", "class_embed_type")
     conditional = any(settings.get(key) for key in labelled)
     autoencoder = vae if vae is not None else autoencoder
@@ -155,7 +154,10 @@ def _listened(pipe: Any, network: nn.Module, arguments: Mapping[str, Any] | None
     if getattr(pipe, "transformer_2", None) is not None:
         raise ModelError(f"{type(pipe).__name__} has two networks: calibrate each as a trueup.Denoiser")
     if device is not None:
-        pipe.to(device)
+        try:
+            pipe.to(device)
+        except (NotImplementedError, ValueError):
+            pass  # its parts are moved by hooks when they are called
     pipeline = Pipeline(pipe, network, arguments)
     return Vocabulary(pipeline, pipeline.interface())
 

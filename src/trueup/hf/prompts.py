@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
-from trueup.denoiser import prediction
+from trueup.denoiser import fingerprint, prediction, unwrapped
+from trueup.denoiser.denoiser import evaluating
 from trueup.denoiser.layout import arranged, restored
-from trueup.errors import DataError
+from trueup.errors import Argument, DataError
 from trueup.hf.listening import PICTURES, TEXT, Heard, Interface, Pipeline, more_channels
 
 _AT_ONCE = 16  # conditions that a text encoder is handed together
@@ -61,6 +62,15 @@ class Vocabulary:
         self._said.update(zip(found, said, strict=True))
         return torch.tensor(found, dtype=torch.int64)
 
+    @property
+    def identity(self) -> str:
+        """A hash of how conditions are told: of the pipeline's arguments, its encoders and its helper."""
+        pipeline, digest = self.pipeline, hashlib.blake2b(digest_size=8)
+        parts = {name: part for name, part in pipeline.pipe.components.items() if isinstance(part, nn.Module)}
+        others = {name: part for name, part in parts.items() if unwrapped(part) is not pipeline.network}
+        _add(digest, [pipeline.arguments, {name: fingerprint(part) for name, part in others.items()}])
+        return digest.hexdigest()
+
     def embedding(self, y: Tensor) -> Tensor:
         """Embeddings of prompts, (B, tokens, width)."""
         k = self.interface.network.own(TEXT)
@@ -87,7 +97,7 @@ class Vocabulary:
     def _null(self, said: Mapping[str, Any]) -> _Row:
         """What is told in place of a condition: heard beside it, in guidance; or the empty prompt."""
         positive = self._heard(*self.pipeline.listen([said])[:2])[0]
-        calls, helped, _ = self.pipeline.listen([said], guidance=2.0, stop=False)
+        calls, helped, _ = self.pipeline.listen([said], guidance=2.0, until="step")
         first, beside = ([call for call in heard if call.step == 0] for heard in (calls, helped))
         rows = [row for k, call in enumerate(first) for row in self._heard([call], beside[k : k + 1])]
         if len(rows) < 2:
@@ -150,7 +160,8 @@ class Vocabulary:
         made: dict[str, Any] = {}
         if interface.helper is not None and helper is not None:
             arguments = interface.helper.arguments(arranged(x_t, layout), t, [row.helper for row in rows])
-            found = helper(**arguments)
+            with evaluating(helper):
+                found = helper(**arguments)
             made = {name: found[k] for name, k in interface.made.items()}
         arguments = interface.network.arguments(x, t, [row.network for row in rows])
         output = prediction(pipe.called(**arguments, **made))
@@ -162,22 +173,41 @@ def _arguments(condition: Any) -> dict[str, Any]:
         return {"prompt": condition or ""}
     if isinstance(condition, Mapping) and condition and all(isinstance(name, str) for name in condition):
         return dict(condition)
-    raise DataError(
-        f"a condition is a prompt, or a mapping of the pipeline's arguments, not {condition!r:.60}"
-    )
+    if isinstance(condition, (int, np.integer)):
+        raise DataError(
+            "this model is told prompts, not numbers", "pass {}", Argument("prompts", said="texts")
+        )
+    problem = "a condition is a prompt, or a mapping of the pipeline's arguments"
+    raise DataError(f"{problem}, not {condition!r:.60}")
 
 
 def _number(said: Mapping[str, Any]) -> int:
     """A hash of a condition that fits a label."""
     digest = hashlib.blake2b(digest_size=8)
-    for name, value in sorted(said.items()):
-        if isinstance(value, Image.Image):
-            value = np.asarray(value)
-        content = (
-            np.asarray(value).tobytes() if isinstance(value, (np.ndarray, Tensor)) else repr(value).encode()
-        )
-        digest.update(f"{name}{getattr(value, 'shape', '')}".encode() + content)
+    _add(digest, said)
     return int.from_bytes(digest.digest(), "little") >> 2  # labels of files are below 2^62
+
+
+def _add(digest: Any, value: Any) -> None:
+    """A value's content: of pictures what is seen, whatever palette they have."""
+    if isinstance(value, Image.Image):
+        value = np.asarray(value if value.mode in ("L", "RGB", "RGBA") else value.convert("RGB"))
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().double().numpy()
+    if isinstance(value, np.ndarray):
+        digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    elif isinstance(value, Mapping):
+        for name, part in sorted(value.items()):
+            digest.update(f"{name}=".encode())
+            _add(digest, part)
+    elif isinstance(value, (list, tuple)):
+        digest.update(f"[{len(value)}]".encode())
+        for part in value:
+            _add(digest, part)
+    elif value is None or isinstance(value, (str, bool, int, float)):
+        digest.update(f"{type(value).__name__}{value!r};".encode())
+    else:
+        raise DataError(f"a condition holds text, numbers, pictures and tensors, not {type(value).__name__}")
 
 
 def _distance(row: _Row, other: _Row) -> float:

@@ -72,12 +72,11 @@ def _of_table(path: Path, folder: Path, files: Sequence[str], text: bool) -> lis
     if not seen:
         named = f"it names {unknown}" if unknown else "it has no rows"
         raise DataError(printable(f"{path} names no image of {folder}: {named}, there is {names[0]}"))
-    if text:
-        return ["" if caption is None else caption for caption in found]
     if len(seen) < len(files):
         missing = next(file for k, file in enumerate(names) if k not in seen)
         some = f"{len(files) - len(seen)} of {len(files)} images, {missing} for one"
-        raise DataError(printable(f"{path} has no label for {some}: add what is missing"))
+        what, how = ("caption", " (an empty text for none)") if text else ("label", "")
+        raise DataError(printable(f"{path} has no {what} for {some}: add what is missing{how}"))
     return found
 
 

@@ -138,8 +138,10 @@ def check_labels(denoiser: Denoiser, labels: Any, guidance: float = 1.0) -> Tens
     """Labels to go round in, or None for a network without."""
     if not denoiser.conditional:
         if labels is not None or guidance != 1.0:
-            advice = "a Denoiser of one that does needs conditional=True"
-            raise TrueupError(f"this network takes no labels and cannot be guided; {advice}")
+            advice = "leave them out (a Denoiser of one that takes some needs conditional=True)"
+            raise TrueupError(
+                "this network is unconditional, and takes no labels, prompts or guidance", advice
+            )
         return None
     said = denoiser.vocabulary
     if labels is None:
