@@ -25,7 +25,8 @@ SHAPE = (1, 4, 4)
 class Vocabulary:
     """Texts by number, which is a hash."""
 
-    identity = "the same"
+    def settings(self):
+        return {"told": "the same"}
 
     def __init__(self):
         self.known = {}

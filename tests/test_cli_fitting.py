@@ -154,7 +154,7 @@ def test_guidance_that_cannot_be_is_refused_before_measuring(model, images, tmp_
     np.savez(tmp_path / "x.npz", image=pictures, label=np.arange(8) % 3)
     more = ("--nfe", 3, "--guidance", 2, "-o", tmp_path / "x.safetensors")
     refused(trueup_command("calibrate", net, "--data", tmp_path / "x.npz", *more), "--null-label")
-    refused(trueup_command("calibrate", model, "--data", images, *more), "cannot be guided")
+    refused(trueup_command("calibrate", model, "--data", images, *more), "takes no labels, prompts or guidance")
     assert not (tmp_path / "x.safetensors.run").exists()
 
 
@@ -223,7 +223,7 @@ def test_a_conditional_network_is_fitted_with_its_labels_and_guidance(tmp_path):
     assert guided.returncode == 0, guided.stderr
     assert "fitted in 2 evaluations" in guided.stderr
     alone = trueup_command(*draw, "--nfe", 2, "--solver", "fitted", "-o", tmp_path / "y.npz")
-    refused(alone, "no solver for 2 evaluations: this calibration has those for 2 evaluations (guidance 2)")
+    refused(alone, "the solver for 2 evaluations is for guidance 2, not 1: pass --guidance 2")
 
 
 def test_labels_other_than_the_datas_are_fitted_to_the_limit_and_judged_by_the_datas(images, tmp_path):

@@ -103,6 +103,7 @@ class Calibration:
                 "parametrization": denoiser.parametrization.settings(),
                 "binding": None if binding is None else binding.settings(),
                 "data_range": list(denoiser.data_range) if denoiser.data_range else None,
+                **denoiser.told(),
                 **({} if (name := name_of(denoiser.network)) is None else {"base_model": name}),
             },
             gains="none",

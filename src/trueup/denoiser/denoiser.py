@@ -176,8 +176,12 @@ class Denoiser:
             "noise process": hashlib.blake2b(process, digest_size=8).hexdigest(),
             "prediction": self.parametrization.settings(),
             "model range": list(self.data_range) if self.data_range is not None else None,
-            **({} if self.vocabulary is None else {"told": self.vocabulary.identity}),
+            **self.told(),
         }
+
+    def told(self) -> dict[str, Any]:
+        """How a pipeline's network is told of conditions, and the size of its pictures; else nothing."""
+        return {} if self.vocabulary is None else self.vocabulary.settings()
 
     def eps(self, x_t: Tensor, t: Tensor | float, y: Any = None) -> Tensor:
         """The noise the network finds in x_t (B, *shape) at t, one time or one per row; float32 or finer."""

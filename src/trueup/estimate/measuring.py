@@ -32,8 +32,8 @@ from trueup.progress import Progress
 IMAGES = 500
 NEEDS_LABELS = (
     "the network is conditional: the data must come with labels, as (image, label) pairs, a column or an "
-    ".npz array named `label`, Images(..., labels=[...]), or for a folder a metadata.csv, a table (captions) or "
-    "sub-folders named after classes"
+    ".npz array named `label`, Images(..., labels=[...]), or for a folder a metadata.csv, a table (captions) "
+    "or sub-folders named after classes"
 )
 _AT_ONCE = 2**21  # values of x_t at levels whose bookkeeping is done together; at least one level's
 _CHEAP = 0.1  # seconds: a checkpoint that takes no longer is written after every batch
@@ -118,9 +118,7 @@ def measure(
         provenance["null_label"] = int(denoiser.null_label)
     if per_embedding:
         provenance["per_embedding"] = True
-    if denoiser.vocabulary is not None:
-        provenance["told"] = denoiser.vocabulary.identity
-        provenance["size"] = list(denoiser.vocabulary.pipeline.picture_size())
+    provenance |= denoiser.told()
     kinds: dict[str, Any] = {"edges": edges, "classes": classes, "provenance": provenance}
     moments = Moments.empty(process, check_levels(process, levels), denoiser.shape, **kinds)
     with Run(run) if run is not None else nullcontext() as kept:

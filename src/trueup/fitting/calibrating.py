@@ -14,7 +14,7 @@ from trueup.calibration import Calibration
 from trueup.denoiser import Denoiser
 from trueup.errors import DataError
 from trueup.estimate import classes_of, fit, measure
-from trueup.estimate.measuring import IMAGES
+from trueup.estimate.measuring import IMAGES, NEEDS_LABELS
 from trueup.estimate.solve import check_names
 from trueup.fitting.gains import TRAJECTORIES, judge
 from trueup.fitting.moments import DataLabels
@@ -93,8 +93,11 @@ def labels_of(data: Any, denoiser: Denoiser) -> DataLabels | None:
     if not denoiser.conditional:
         return None
     found: list[Tensor] = []
-    for batch in open_images(data, denoiser, count=IMAGES).batches(TRAJECTORIES):
-        assert batch.y is not None  # or it could not have been measured
+    samples = open_images(data, denoiser, count=IMAGES)
+    samples.encode = False  # only labels are looked at
+    for batch in samples.batches(TRAJECTORIES):
+        if batch.y is None:
+            raise DataError(NEEDS_LABELS)
         found.append(batch.y.cpu())
         if sum(map(len, found)) >= 4 * TRAJECTORIES:
             break

@@ -129,7 +129,9 @@ class Fitter:
         self.origin = {"trajectories": trajectories, "seed": seed}
         if self.labels is not None:
             noun = "labels" if denoiser.vocabulary is None else "prompts"
-            self.origin["labels"] = told(labels if isinstance(labels, DataLabels) else self.labels, noun)
+            given = check_labels(denoiser, labels, guidance)
+            assert given is not None
+            self.origin["labels"] = told(labels if isinstance(labels, DataLabels) else given, noun)
         self.bar = Progress(fit_cost(trajectories, *numbers), "fitting a solver", show=progress)
 
     def __enter__(self) -> Fitter:

@@ -62,6 +62,10 @@ class Vocabulary:
         self._said.update(zip(found, said, strict=True))
         return torch.tensor(found, dtype=torch.int64)
 
+    def settings(self) -> dict[str, Any]:
+        """What its answers depend on, as plain values."""
+        return {"told": self.identity, "size": list(self.pipeline.picture_size())}
+
     @property
     def identity(self) -> str:
         """A hash of how conditions are told: of the pipeline's arguments, its encoders and its helper."""
