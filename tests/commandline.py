@@ -65,4 +65,4 @@ def refused(done, *words):
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("trueup")
     for word in words:
-        assert word in lines[0]
+        assert word in lines[0], lines[0]

@@ -262,7 +262,7 @@ def test_mistakes_are_found_before_anything_is_measured(images, tmp_path, calibr
     monkeypatch.setattr("trueup.density.opening.check_use", never)
     base = ("likelihood", "bundled:ema", "--data", images, "--quiet")
     refused(trueup_command(*base, "--calibration", tmp_path / "none"), "none")
-    refused(trueup_command(*base, "--calibration", calibration), "other weights")
+    refused(trueup_command(*base, "--calibration", calibration), "other")
     base = ("check", "bundled:ema", "--data", images, "--figure", tmp_path / "none" / "f.png")
     refused(trueup_command(*base), "not a directory")
 
@@ -310,7 +310,7 @@ def test_a_calibration_of_other_weights_is_refused(images, calibration, tmp_path
         next(net.parameters()).mul_(1.5)
     other = save(net, tmp_path / "other")
     base = ("likelihood", other, "--data", images, "--trust", "--quiet")
-    refused(trueup_command(*base, "--calibration", calibration), "other weights")
+    refused(trueup_command(*base, "--calibration", calibration), "and other matrices")
 
 
 def test_figure_1_and_the_score_from_a_file(model, images, calibration, tmp_path):

@@ -49,9 +49,12 @@ def test_a_calibration_finds_its_solvers():
     assert cal.solver(8) is solvers[1]
     assert cal.solver(8, 2) is solvers[2]
     there = "has those for 5 evaluations, 8 evaluations, 8 evaluations \\(guidance 2\\)"
-    for nfe, guidance, words in ((6, 1.0, "6 evaluations"), (5, 3.0, r"5 evaluations \(guidance 3\)")):
-        with pytest.raises(MismatchError, match=f"^no solver for {words}: this calibration {there}: fit one"):
-            cal.solver(nfe, guidance)
+    with pytest.raises(
+        MismatchError, match=f"^no solver for 6 evaluations: this calibration {there}: fit one"
+    ):
+        cal.solver(6)
+    with pytest.raises(MismatchError, match="for 5 evaluations is for guidance 1, not 3: pass guidance=1"):
+        cal.solver(5, 3.0)
     with pytest.raises(MismatchError, match="no solver for 8 evaluations: this calibration has none"):
         make().solver(8)
     with pytest.raises(MismatchError, match="has none"):

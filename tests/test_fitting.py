@@ -612,7 +612,7 @@ def test_a_solver_is_for_one_guidance_scale():
         chosen = choose_solver(None, denoiser, cal, 3, guidance)
         assert chosen.solver is cal.solver(3, guidance)
     assert choose_solver(None, denoiser, cal, 3, 1.5).name == DEFAULT
-    with pytest.raises(MismatchError, match=r"no solver for 3 evaluations \(guidance 1.5\)"):
+    with pytest.raises(MismatchError, match=r"for 3 evaluations is for guidance 2, not 1.5: pass guidance=2"):
         choose_solver("fitted", denoiser, cal, 3, 1.5)
     listed = samplers(denoiser, cal, nfe=3, guidance=2.0, labels=[0, 1], trajectories=8, **QUIET)
     assert [row.sampler for row in listed.rows].count("fitted") == 1
@@ -626,8 +626,8 @@ def told_to(labels, trajectories=32, **how):
     (whole,) = (y for y in told if len(y) == trajectories)
     fitted = whole[: trajectories // 2]
     assert {fitted, whole[trajectories // 2 :]} <= told
-    for y in told - {whole, fitted, whole[trajectories // 2 :]}:  # the search's first round
-        assert fitted[: len(y)] == y
+    for y in told - {whole, fitted, whole[trajectories // 2 :]}:  # some of them, in the search
+        assert any(fitted[i : i + len(y)] == y for i in range(len(fitted)))
     return whole, cal.solver(3)
 
 
@@ -684,10 +684,10 @@ def test_moments_of_the_data_are_for_labels_as_they_are_in_the_data():
 
 def test_labels_make_a_difference_to_what_is_fitted():
     made = [
-        fit_solver(Classes().denoiser(), nfe=5, labels=labels, trajectories=128, **QUIET).solver(5)
+        fit_solver(Classes().denoiser(), nfe=4, labels=labels, trajectories=128, **QUIET).solver(4)
         for labels in (0, 1)
     ]
-    assert made[0].identity != made[1].identity
+    assert [solver.provenance["labels"] for solver in made] == [[0], [1]]
     assert made[0].evidence["error_base"] != made[1].evidence["error_base"]
 
 

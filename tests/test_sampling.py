@@ -559,7 +559,7 @@ def test_labels_that_are_none():
     denoiser, _ = conditional()
     with pytest.raises(TrueupError, match="fewer classes"):
         trueup.sample(denoiser, 1, labels=99)
-    with pytest.raises(TrueupError, match="labels are numbers"):
+    with pytest.raises(TrueupError, match="cannot be told prompts: pass numbers"):
         trueup.sample(denoiser, 1, labels=["cat"])
     with pytest.raises(TrueupError, match="guidance is a number"):
         trueup.sample(denoiser, 1, labels=0, guidance="much")
