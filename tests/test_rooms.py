@@ -12,13 +12,13 @@ import trueup
 SRC = Path(trueup.__file__).parent
 ROOMS = (
     {"errors", "statistics", "files", "progress"},
-    {"process", "parametrization", "bands", "noise", "solvers", "stored", "fitted"},
+    {"process", "parametrization", "bands", "noise", "solvers", "stored", "fitted", "distributed"},
     {"denoiser", "images", "hf", "analytic"},
     {"calibration"},
     {"estimate", "sampling"},
     {"fitting", "recording"},
     {"metrics", "density", "evaluation", "comparison"},
-    {"report", "figure", "demo", "typed", "options", "checks", "commands", "cli"},
+    {"report", "figure", "demo", "typed", "options", "checks", "commands", "cli", "__main__"},
 )
 APART = {("estimate", "sampling"), ("sampling", "estimate")}  # neighbours that must not know each other
 ROW = {room: row for row, rooms in enumerate(ROOMS) for room in rooms}

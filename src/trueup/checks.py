@@ -17,6 +17,10 @@ BELONGS = dict.fromkeys(("steps", "variance", "draws", "uniform"), "bound")
 BELONGS |= dict.fromkeys(("tolerance", "trace", "probes", "start"), "ode")
 
 
+# Where launchers that know nothing of torch.distributed say how many processes they started.
+_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
 def check(options: argparse.Namespace) -> None:
     """Raise for a command that cannot be carried out, whatever its model and images hold."""
     _CHECKS.get(options.command, lambda _: None)(options)
@@ -41,6 +45,9 @@ def check(options: argparse.Namespace) -> None:
         path, named = getattr(options, name, None), name in ("calibration", "file")
         if path is not None and not Path(path).exists() and not (named and is_hub_name(path)):
             raise TrueupError(f"{path} does not exist")
+    for path in getattr(options, "files", ()):
+        if not path.is_file():
+            raise TrueupError(f"{path} is not a file that `trueup calibrate --shard` wrote")
     if getattr(options, "data", None) is not None and not bundled(options.data).exists():
         raise DataError(f"{options.data} is not there: name a folder of images, a .npy or an .npz file")
     if hasattr(options, "model") and (code := typed.code(options.model)) is not None:
@@ -49,6 +56,42 @@ def check(options: argparse.Namespace) -> None:
     elif hasattr(options, "model") and not (bundled(options.model).is_dir() or is_hub_name(options.model)):
         wanted = "a directory that save_pretrained wrote, nor a name on the Hub (owner/name)"
         raise ModelError(f"{options.model} is not {wanted}")
+
+
+def started_by_launcher(options: argparse.Namespace) -> bool:
+    """Whether this is one of many processes; raises where they would not know of each other."""
+    shard = getattr(options, "shard", None)
+    if "WORLD_SIZE" not in os.environ:
+        started = [n for n in _TASKS if os.environ.get(n, "1") not in ("", "0", "1")]
+        if started and shard is None and options.command not in ("inspect", "merge"):
+            many = (
+                f"this is one of {os.environ[started[0]]} processes ({started[0]}) that do not know of others"
+            )
+            how = (
+                "start torchrun in each, or give each its --shard K/N"
+                if options.command == "calibrate"
+                else ""
+            )
+            alone = "set WORLD_SIZE=1 if each does work of its own"
+            raise TrueupError(f"{many}: {how}{'; ' if how else ''}{alone}")
+        return False
+    size, rank = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK"))
+    if size in ("", "1"):
+        return False
+    missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(n)]
+    if missing:
+        say = f"WORLD_SIZE says that this is one of {size} processes, and {missing[0]} is not set"
+        raise TrueupError(f"{say}: start them with torchrun")
+    if not (size.isdecimal() and rank.isdecimal() and int(rank) < int(size)):
+        raise TrueupError(f"RANK {rank} of WORLD_SIZE {size} makes no sense: start processes with torchrun")
+    if options.command != "calibrate":
+        alone = f"`{options.command}` runs in one process, not in {size}"
+        raise TrueupError(f"{alone}: start it without a launcher")
+    if shard is not None:
+        raise TrueupError("--shard is for processes without a launcher, which splits the images itself")
+    if options.generated is not None:
+        raise TrueupError("--generated runs in one process: start it without a launcher")
+    return True
 
 
 def _listed(value: Any) -> list[Any]:
@@ -82,6 +125,10 @@ def _calibrate(options: argparse.Namespace) -> None:
         raise DataError(f"say what to measure on, one of --data and {others}, or --nfe to fit solvers alone")
     if given == ["calibration"] and options.nfe is None:
         raise TrueupError("--calibration is there to add solvers to: say for how many evaluations with --nfe")
+    if options.shard is not None and given != ["data"]:
+        raise DataError("--shard is a share of the images of --data: name them")
+    if options.shard is not None and options.nfe is not None:
+        raise TrueupError("--shard measures and fits nothing: leave out --nfe")
     _check_numbers(options, "a solver is fitted to")
     if options.trajectories < 32:
         raise TrueupError(f"a solver is fitted to 32 trajectories or more, not {options.trajectories}")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trueup.checks import check
+from trueup.checks import check, started_by_launcher
 from trueup.errors import Argument, MismatchError, TrueupError
 from trueup.files import line, printable
 from trueup.options import parser
@@ -23,14 +23,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to fail
     code = 141
     try:
-        check(options)
+        if started_by_launcher(options):
+            from trueup import distributed
+
+            distributed.join()
+            with distributed.together():
+                check(options)
+        else:
+            check(options)
         from trueup import commands
 
         code = getattr(commands, options.command)(options)
         sys.stdout.flush()
         return code
     except TrueupError as error:
-        print(f"trueup: {_phrased(error, options)}", file=sys.stderr)
+        if not error.rank:  # of an error that all ranks share, the first speaks
+            print(f"trueup: {_phrased(error, options)}", file=sys.stderr, flush=True)
+        if error.rank is not None:  # and a launcher ends the others when one is gone
+            from trueup import distributed
+
+            distributed.gather(None)
         return 2
     except KeyboardInterrupt:
         run = getattr(options, "run", None)
@@ -45,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kind, words = type(error).__name__, line(error, 300)
         print(f"trueup: {kind}: {words} (TRUEUP_DEBUG=1 shows where)", file=sys.stderr)
         return 2
+    finally:
+        if "trueup.distributed" in sys.modules:
+            sys.modules["trueup.distributed"].leave()
 
 
 def _phrased(error: TrueupError, options: argparse.Namespace) -> str:

@@ -44,6 +44,7 @@ class TrueupError(Exception):
     """
 
     one_image = False  # whether a single image is to blame, which could be left out
+    rank: int | None = None  # of this process, where all ranks of a job raise the same error
 
     def __init__(self, problem: str, advice: str = "", *arguments: Argument):
         self.problem, self.advice, self.arguments = problem, advice, arguments

@@ -29,6 +29,14 @@ Measures MODEL on images and writes its calibration; draws a few samples to see 
 --nfe fits a solver to the calibrated model for so many evaluations. Work is kept in a run directory:
 interrupted, the same command goes on from there, and with a larger --images it adds to what it has.
 """
+_MERGE = """examples:
+  trueup calibrate bundled:raw --data bundled:images --shard 1/2 -o 1.moments.safetensors
+  trueup calibrate bundled:raw --data bundled:images --shard 2/2 -o 2.moments.safetensors
+  trueup merge 1.moments.safetensors 2.moments.safetensors -o raw.trueup.safetensors
+
+Makes one calibration of what `trueup calibrate --shard` measured, of one model with the same settings, on any
+machine at any time; a share that is not named is left out. The network is not needed, so no samples judge it.
+"""
 _CHECK = """examples:
   trueup check bundled:raw --data bundled:images
   trueup check bundled:ema --data bundled:images --images 50 --fail-above 0.01 --quiet
@@ -134,6 +142,9 @@ _LIST: dict[str, Any] = {"type": typed.solvers, "metavar": "A,B,.."}
 _COUNT: dict[str, Any] = {"type": typed.positive, "metavar": "N"}
 _CURVES = "draw the size of the mean residual over time, the paper's figure 1 (.png, .svg or .pdf)"
 _FIGURE: dict[str, Any] = {"type": typed.picture, "metavar": "FILE", "help": _CURVES}
+_FAMILIES = ("spectral", "shift", "none")
+_ESTIMATORS = ("shrunk", "regressed", "paired", "plain")
+_SHARE = "only measure the K-th of N shares of the images, and write moments for `trueup merge`"
 _DEVICES = ("auto", "cpu", "cuda", "mps")
 _SOLVERS = f"{', '.join(NAMES)}, {OR_A_CLASS}"
 _OWN = "fitted (the calibration's own for --nfe)"
@@ -171,6 +182,18 @@ def parser() -> _Parser:
     _add_guidance(few)
     _add_output(calibrate, "the calibration to write", required=True)
     calibrate.add_argument("--trust", **_FLAG, help="calibrate even if the model seems to be used wrongly")
+
+    calibrate.add_argument("--shard", type=typed.shard, metavar="K/N", help=_SHARE)
+
+    merge = command("merge", _MERGE, "make a calibration of what shards measured")
+    written = "what `calibrate --shard` wrote"
+    merge.add_argument("files", type=Path, nargs="+", metavar="PART", help=written)
+    merge.add_argument("--family", choices=_FAMILIES, default="spectral")
+    merge.add_argument("--estimator", choices=_ESTIMATORS, default="shrunk")
+    merge.add_argument("-o", "--output", required=True, **_FILE, help="the calibration to write")
+    merge.add_argument("--force", **_FLAG, help="replace FILE if it exists")
+    merge.add_argument("--json", **_FLAG, help="JSON on standard output, all else on standard error")
+    merge.add_argument("--quiet", **_FLAG, help="no progress, and only what matters most")
 
     check = command("check", _CHECK, "say how miscalibrated a model is; write nothing")
     _add_data(check, images=100)
@@ -312,8 +335,8 @@ def _add_output(parser: _Parser, words: str, required: bool = False) -> None:
 
 def _add_fit(parser: _Parser) -> None:
     fit = parser.add_argument_group("calibration")
-    fit.add_argument("--family", choices=("spectral", "shift", "none"), default="spectral")
-    fit.add_argument("--estimator", choices=("shrunk", "regressed", "paired", "plain"), default="shrunk")
+    fit.add_argument("--family", choices=_FAMILIES, default="spectral")
+    fit.add_argument("--estimator", choices=_ESTIMATORS, default="shrunk")
     by_class = "a correction for every class as well, of the labels that are in the data"
     fit.add_argument("--per-class", **_FLAG, help=by_class)
     by_prompt = "a part that depends on the embeddings of prompts as well"

@@ -43,6 +43,18 @@ def solver(text: str) -> str:
     return text
 
 
+def shard(text: str) -> tuple[int, int]:
+    """Which of how many.
+
+    >>> shard("3/8")
+    (3, 8)
+    """
+    found = re.fullmatch(r"([1-9]\d{0,8})/([1-9]\d{0,8})", text)
+    if found is None or int(found[1]) > int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 1 to N, such as 3/8")
+    return int(found[1]), int(found[2])
+
+
 def features(text: str) -> str:
     """The name of features, or where somebody's own are."""
     if text not in FEATURES and not re.fullmatch("[^:]+:[^:]+", text):

@@ -1,7 +1,7 @@
 """What the commands of the command line do: call the library, print what it says."""
 
-from trueup.commands.calibrating import calibrate, check, demo, inspect, samplers
+from trueup.commands.calibrating import calibrate, check, demo, inspect, merge, samplers
 from trueup.commands.measuring import likelihood
 from trueup.commands.sampling import evaluate, sample
 
-__all__ = ["calibrate", "check", "demo", "evaluate", "inspect", "likelihood", "sample", "samplers"]
+__all__ = ["calibrate", "check", "demo", "evaluate", "inspect", "likelihood", "merge", "sample", "samplers"]

@@ -1,4 +1,4 @@
-"""`trueup calibrate`, `check`, `samplers`, `inspect` and `demo`."""
+"""`trueup calibrate`, `merge`, `check`, `samplers`, `inspect` and `demo`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from trueup import distributed
 from trueup.calibration import Calibration, load
 from trueup.commands import shared
 from trueup.commands.shared import given, say, show, warn
@@ -14,6 +15,7 @@ from trueup.demo import run as run_demo
 from trueup.denoiser import Denoiser
 from trueup.errors import Argument, TrueupError
 from trueup.estimate import Moments, classes_of, fit, measure
+from trueup.estimate import merge as merge_moments
 from trueup.estimate.diagnose import look
 from trueup.figure import check_figure, draw, draw_samplers
 from trueup.fitting import fit_solver, judge, labels_of
@@ -28,16 +30,25 @@ from trueup.sampling.draw import network_for
 def calibrate(options: argparse.Namespace) -> int:
     """`trueup calibrate`."""
     output, run = options.output, options.run or Path(f"{options.output}.run")
-    _say_what_is_lost(options)
-    denoiser = shared.open_model(options)
-    options.run = run
-    more: dict[str, Any] = {"output": str(output), "run": str(run)}
-    calibration, labels, kept = shared.open_calibration(options, denoiser), options.labels, ""
+    first = distributed.rank() == 0
+    if not first:
+        options.quiet, options.progress = True, False
     measured = options.data is not None or options.generated is not None
-    if options.nfe is not None:  # or say now what is wrong; labels may be those of the data, not yet read
-        network_for(denoiser, 0 if measured and denoiser.conditional else labels, options.guidance)
-    if measured:
-        moments, data = _measure(denoiser, options, run)
+    with distributed.together():
+        if options.shard is None:
+            _say_what_is_lost(options)
+        denoiser = shared.open_model(options)
+        options.run = run
+        calibration, labels, kept = shared.open_calibration(options, denoiser), options.labels, ""
+        if options.nfe is not None:  # or say now what is wrong; labels may be those of the data, not yet read
+            network_for(denoiser, 0 if measured and denoiser.conditional else labels, options.guidance)
+        moments, data = _measure(denoiser, options, run) if measured else (None, None)
+    if not first:
+        return 0
+    if options.shard is not None and moments is not None:
+        return _write_share(moments, options)
+    more: dict[str, Any] = {"output": str(output), "run": str(run)}
+    if moments is not None:
         calibration = fit(moments, family=options.family, estimator=options.estimator)
         of_data = labels_of(data, denoiser)
         if options.judged:
@@ -58,6 +69,30 @@ def calibrate(options: argparse.Namespace) -> int:
         run.rmdir()
     _report(calibration, options, more)
     say(options, f"wrote {output}{kept}")
+    return 0
+
+
+def _write_share(moments: Moments, options: argparse.Namespace) -> int:
+    """The moments of one share, for `trueup merge`."""
+    moments.save(options.output)
+    share, of = options.shard
+    values: dict[str, Any] = {"output": str(options.output), "run": str(options.run), "shard": [share, of]}
+    values |= {"images": moments.images, "skipped": moments.skipped}
+    show(options, values, f"measured {moments.images:,} images, share {share} of {of}")
+    kept = f"{options.run} keeps the measurements"
+    say(options, f"wrote {options.output}, for trueup merge; {kept} (delete it when you are done)")
+    return 0
+
+
+def merge(options: argparse.Namespace) -> int:
+    """`trueup merge`."""
+    moments = merge_moments([Moments.load(path) for path in options.files])
+    calibration = fit(moments, family=options.family, estimator=options.estimator)
+    calibration.save(options.output)
+    more = {"output": str(options.output), "files": [str(path) for path in options.files]}
+    _report(calibration, options, {**more, "skipped": moments.skipped})
+    say(options, "no samples were drawn to judge the correction: that takes the network")
+    say(options, f"wrote {options.output}")
     return 0
 
 
@@ -120,7 +155,7 @@ def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) 
     if denoiser.vocabulary is not None and open_images(data, denoiser).labels is None:
         say(options, "these images have no captions: the network is told the empty prompt (--captions)")
     common |= {"trust": trust, "classes": classes, "per_embedding": options.per_embedding}
-    moments = measure(denoiser, data, run=run, **common)
+    moments = measure(denoiser, data, run=run, share=getattr(options, "shard", None), **common)
     for reason in moments.skipped[:5]:
         say(options, f"skipped: {reason}")
     if moments.skipped:

@@ -4,5 +4,16 @@ from trueup.estimate.classes import fit
 from trueup.estimate.families import FAMILIES, Family, register
 from trueup.estimate.measuring import classes_of, default_levels, measure
 from trueup.estimate.moments import Moments
+from trueup.estimate.shares import merge
 
-__all__ = ["FAMILIES", "Family", "Moments", "classes_of", "default_levels", "fit", "measure", "register"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Moments",
+    "classes_of",
+    "default_levels",
+    "fit",
+    "measure",
+    "merge",
+    "register",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -9,11 +10,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trueup import distributed
 from trueup.calibration.conditions import Projection, pooled
 from trueup.calibration.correction import LEVEL_SPACING
 from trueup.denoiser import Denoiser, in_parts
@@ -22,6 +25,7 @@ from trueup.estimate.conditions import Conditions, keys, see
 from trueup.estimate.diagnose import check_use, refuse_nonsense
 from trueup.estimate.moments import Moments
 from trueup.estimate.run import Run
+from trueup.estimate.shares import agree, checked_share, of_all_ranks
 from trueup.hf import as_denoiser
 from trueup.hf.hub import name_of
 from trueup.images import Batch, Samples, open_images
@@ -81,6 +85,7 @@ def measure(
     per_embedding: bool = False,
     seed: int = 0,
     run: str | PathLike[str] | None = None,
+    share: tuple[int, int] | None = None,
     trust: bool = False,
     progress: bool | None = None,
 ) -> Moments:
@@ -93,7 +98,40 @@ def measure(
     are embeddings; images of one condition then share a fold, unless `Images` has groups. run: a directory
     that keeps what was measured: called again, it goes on from there, and with more images it adds to them. A
     network that seems to be used wrongly is refused, unless `trust`. Images that occur twice count once.
+
+    Where a process group of torch.distributed is initialised, all ranks call this: each measures its share,
+    and all return the moments of all. share: (k, n), measure the k-th of n shares of the images and nobody
+    else's; `trueup.estimate.merge` adds them. (1, 1) is all of them, in this process.
     """
+    how: dict[str, Any] = {"levels": levels, "edges": edges, "mean_images": mean_images, "classes": classes}
+    how |= {"per_embedding": per_embedding, "seed": seed, "run": run, "trust": trust, "progress": progress}
+    if share is not None or distributed.size() == 1:
+        own = (1, 1) if share is None else checked_share(share)
+        if own[1] > 1 and mean_images:
+            raise DataError("mean_images are those of all shares: leave them out")
+        return _of_share(model, data, own, ranks=False, **how)
+    with distributed.together():
+        own = (distributed.rank() + 1, distributed.size())
+        return _of_share(model, data, own, ranks=True, **how)
+
+
+def _of_share(
+    model: Any,
+    data: Any,
+    share: tuple[int, int],
+    *,
+    ranks: bool,
+    levels: Sequence[float] | Tensor | None,
+    edges: Sequence[float] | None,
+    mean_images: int,
+    classes: Sequence[int],
+    per_embedding: bool,
+    seed: int,
+    run: str | PathLike[str] | None,
+    trust: bool,
+    progress: bool | None,
+) -> Moments:
+    """One share measured; ranks: and then those of all."""
     denoiser = as_denoiser(model)
     denoiser.check_bare()
     if not isinstance(mean_images, int) or mean_images < 0:
@@ -121,6 +159,10 @@ def measure(
     provenance |= denoiser.told()
     kinds: dict[str, Any] = {"edges": edges, "classes": classes, "provenance": provenance}
     moments = Moments.empty(process, check_levels(process, levels), denoiser.shape, **kinds)
+    if ranks:
+        agree(moments, samples)
+    if run is not None and share[1] > 1:
+        run = Path(run) / f"share-{share[0]}-of-{share[1]}"
     with Run(run) if run is not None else nullcontext() as kept:
         if kept is not None:
             moments = kept.resume(moments, samples)
@@ -133,7 +175,17 @@ def measure(
             moments.conditions = Conditions.empty(*seen, cells, denoiser.shape[0], moments.bands)
         if not trust and not moments.images:
             check_use(denoiser, samples)
-        moments = _measure(denoiser, samples, moments, kept, progress)
+        moments = _measure(denoiser, samples, moments, kept, progress, share=share, ranks=ranks)
+    if ranks:
+        moments = of_all_ranks(moments, samples)
+    if not moments.images:
+        why = f" that can be used: {samples.skipped[0]}" if samples.skipped else ""
+        of = (
+            f"share {share[0]} of {share[1]} of {samples.name}"
+            if share[1] > 1 and not ranks
+            else samples.name
+        )
+        raise DataError(f"{of} holds no samples{why}")
     moments.duplicates = samples.duplicates + samples.held_back
     if mean_images and samples.images.count is not None:  # else all there are were measured
         samples.images = replace(samples.images, count=moments.images + mean_images)
@@ -211,7 +263,14 @@ def _note(moments: Moments, batch: Batch, mean_only: bool = False) -> None:
 
 
 def _measure(
-    denoiser: Denoiser, samples: Samples, moments: Moments, run: Run | None, progress: bool | None
+    denoiser: Denoiser,
+    samples: Samples,
+    moments: Moments,
+    run: Run | None,
+    progress: bool | None,
+    *,
+    share: tuple[int, int],
+    ranks: bool,
 ) -> Moments:
     count, done = samples.images.count, moments.images
     if count is not None and done > count:
@@ -221,13 +280,20 @@ def _measure(
         )
     expected, seed = samples.expected(), moments.provenance["seed"]
     each = moments.levels * (1 if moments.provenance.get("null_label") is None else 2)
-    total = None if expected is None else expected * each
+    speaks = distributed.rank() == 0 or not ranks
+    # Of ranks the first speaks for all, who go as fast; it has no smaller share than any other.
+    if expected is not None and not ranks:
+        expected = len(range(share[0] - 1, expected, share[1]))
+    total = math.inf if expected is None else expected * each
+    counts = each * (share[1] if ranks else 1)  # what an image here stands for
     if denoiser.device.type != "mps":  # which has no float64
         moments = moments.to(denoiser.device)
     saved, cost = time.monotonic(), 0.0  # when the last checkpoint was written, and how long that took
     kept = len(moments.indices)  # samples in the last checkpoint
-    with denoiser.evaluating(), Progress(total, "measuring", done=done * each, show=progress) as bar:
-        for batch in samples.batches(denoiser.batch_size, **_new(moments)):
+    shown: dict[str, Any] = {"done": min(done * counts, total), "show": progress if speaks else False}
+    known = None if expected is None else total
+    with denoiser.evaluating(), Progress(known, "measuring", **shown) as bar:
+        for batch in samples.batches(denoiser.batch_size, share=share, **_new(moments)):
             if denoiser.conditional and batch.y is None:
                 raise DataError(NEEDS_LABELS)
             check_finite(moments)  # of the batch before: its last evaluations ran while this one was read
@@ -245,13 +311,10 @@ def _measure(
                     run.save(moments, samples)
                     saved, kept = time.monotonic(), len(moments.indices)
                     cost = saved - started
-            bar.update(len(batch) * each)
+            bar.update(min(len(batch) * counts, total - bar.done))
     check_finite(moments)
     if run is not None and len(moments.indices) > kept:
         run.save(moments, samples)
-    if not moments.images:
-        why = f" that can be used: {samples.skipped[0]}" if samples.skipped else ""
-        raise DataError(f"{samples.name} holds no samples{why}")
     return moments.to("cpu")
 
 

@@ -49,13 +49,14 @@ class Run(Folder):
         except ArtifactError as error:
             why = f"{self.file} cannot be trusted ({line(error, 300)})"
             raise TrueupError(f"{why}: delete {self.path} to start over") from None
-        other = [n for n in {**settings, **_settings(fresh)} if settings.get(n) != _settings(fresh).get(n)]
+        now = settings_of(fresh)
+        other = [name for name in {**settings, **now} if settings.get(name) != now.get(name)]
         if other:
             raise TrueupError(
                 f"{self.path} was begun with another {' and another '.join(other)}: "
                 "repeat those settings, or use a new run directory"
             )
-        if _settings(moments) != settings:
+        if settings_of(moments) != settings:
             raise TrueupError(f"{self.file} contradicts itself: delete {self.path} to start over")
         samples.signed, samples.skipped = signed, list(moments.skipped)
         self._check_data(moments, samples)
@@ -73,7 +74,7 @@ class Run(Folder):
         unpacked(unpack, meta, tensors, f"cannot write {self.file}")  # or nobody could go on from it
         for name in ("labels", "groups"):
             tensors[name] = torch.tensor(getattr(self, name), dtype=torch.int64)
-        values = {"settings": _settings(moments), "signed": samples.signed, "moments": meta}
+        values = {"settings": settings_of(moments), "signed": samples.signed, "moments": meta}
         save_tensors(self.file, KIND, values, tensors)
 
     def _check_data(self, moments: Moments, samples: Samples) -> None:
@@ -131,7 +132,7 @@ def _groups(batch: Batch, samples: Samples) -> list[int]:
     return batch.group.tolist()
 
 
-def _settings(moments: Moments) -> dict[str, Any]:
+def settings_of(moments: Moments) -> dict[str, Any]:
     """Everything that must not change within a run, as JSON has it."""
     own = ("binding", "generated", "process", "base_model")
     process = json.dumps(moments.provenance["process"], sort_keys=True).encode()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trueup import distributed
 from trueup.calibration import Calibration
 from trueup.denoiser import Denoiser
 from trueup.errors import DataError
@@ -62,6 +63,9 @@ def calibrate(
     directory that keeps what was measured, to go on from after an interruption or to add images to. trust:
     calibrate even if the network seems to be used wrongly. progress: show a bar; by default a bar in a
     terminal and a line now and then elsewhere.
+
+    Where a process group of torch.distributed is initialised, all ranks call this: they share the images, the
+    first does the rest, and all return the same.
     """
     check_names(family, estimator)
     numbers = None if nfe is None else checked_numbers(nfe)
@@ -75,17 +79,21 @@ def calibrate(
     measuring: dict[str, Any] = {"levels": levels, "classes": classes, "trust": trust}
     measuring["per_embedding"] = per_embedding
     moments = measure(denoiser, data, seed=seed, run=run, progress=progress, **measuring)
-    calibration = fit(moments, family=family, estimator=estimator)
-    if once:  # its labels are gone, so that samples cannot judge
-        return calibration
-    of_data = labels_of(data, denoiser)
-    calibration = judge(denoiser, calibration, labels=of_data, seed=seed, progress=progress)
-    if numbers is None:
-        return calibration
-    how: dict[str, Any] = {"labels": of_data if labels is None else labels, "guidance": guidance}
-    how |= {"trajectories": trajectories, "seed": seed, "progress": progress}
-    where = None if run is None else Path(run) / "solvers"
-    return fit_solver(denoiser, calibration, nfe=numbers, run=where, **how)
+
+    def finished() -> Calibration:
+        calibration = fit(moments, family=family, estimator=estimator)
+        if once:  # its labels are gone, so that samples cannot judge
+            return calibration
+        of_data = labels_of(data, denoiser)
+        calibration = judge(denoiser, calibration, labels=of_data, seed=seed, progress=progress)
+        if numbers is None:
+            return calibration
+        how: dict[str, Any] = {"labels": of_data if labels is None else labels, "guidance": guidance}
+        how |= {"trajectories": trajectories, "seed": seed, "progress": progress}
+        where = None if run is None else Path(run) / "solvers"
+        return fit_solver(denoiser, calibration, nfe=numbers, run=where, **how)
+
+    return distributed.by_first(finished)
 
 
 def labels_of(data: Any, denoiser: Denoiser) -> DataLabels | None:

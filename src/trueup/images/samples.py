@@ -104,6 +104,7 @@ class Samples:
         self.skipped: list[str] = []  # what was wrong with each sample left out
         self.duplicates = 0  # samples that had been read before, and were not used again
         self.held_back = 0  # samples that were not to be used
+        self.walked = 0  # a digest of all samples that the last `batches` went past, done or not
         self.shape, self.model_range = tuple(shape), model_range
         self.autoencoder = autoencoder  # makes latents of pictures
         self.encode = encode  # or leaves them pictures, in -1..1
@@ -154,46 +155,53 @@ class Samples:
         without: Collection[int] = (),
         limit: int | None = None,
         unique: bool = False,
+        share: tuple[int, int] = (1, 1),
     ) -> Iterator[Batch]:
         """As many samples as were asked for, `limit` at most, in batches.
 
         skip: indices that are done with, and count; with their digests, a stream is checked. without: digests
         of images not to use. unique: an image that was read before is not used again. A stream is read from
         its beginning each time; a generator, which cannot be, on from where it was left, if all it gave is to
-        be skipped. A sample that cannot be used raises, or with skip_bad is noted in `skipped`.
+        be skipped. A sample that cannot be used raises, or with skip_bad is noted in `skipped`. share:
+        (k, n), the k-th of every n samples that would be used; `skip` is then of this share.
         """
         if size < 1:
             raise DataError(f"a batch holds at least one sample, not {size}")
         rows: list[_Row] = []
         left = self.images.count if self.images.count is not None else math.inf
-        left = min(left - len(skip), math.inf if limit is None else limit)
+        # Who has a share counts what others use, and what is done, on the way.
+        left = min(left - (len(skip) if share[1] == 1 else 0), math.inf if limit is None else limit)
+        position, self.walked = 0, 0
         known = set(without)
         seen = set(known)
         for index, item in self._items(skip) if left > 0 else ():
-            done = index + self.images.offset in skip
-            if done and (self.indexed or not isinstance(skip, Mapping)):
-                continue
-            try:
-                row = self._row(index, item)
-            except DataError as error:
-                if not self.images.skip_bad:
-                    raise
-                if str(error) not in self.skipped:  # or it is read again after an interruption
-                    self.skipped.append(str(error))
-                continue
-            if done:
-                if skip[index + self.images.offset] != row.digest:  # type: ignore[index]
-                    raise DataError(f"sample {index} of {self.name} is not what it was before")
-                continue
-            if row.digest in seen:
-                self.duplicates += row.digest not in known
-                self.held_back += row.digest in known
+            key = index + self.images.offset
+            done, checked = key in skip, isinstance(skip, Mapping)
+            row = None
+            if not done or (checked and not self.indexed):
+                try:
+                    row = self._row(index, item)
+                except DataError as error:
+                    if not self.images.skip_bad:
+                        raise
+                    if str(error) not in self.skipped:  # or it is read again after an interruption
+                        self.skipped.append(str(error))
+                    continue
+            digest = skip[key] if done and checked else 0 if row is None else row.digest  # type: ignore[index]
+            if row is not None and row.digest != digest:
+                raise DataError(f"sample {index} of {self.name} is not what it was before")
+            if not done and digest in seen:
+                self.duplicates += digest not in known
+                self.held_back += digest in known
                 continue
             if unique:
-                seen.add(row.digest)
-            rows.append(row)
-            left -= 1
-            if len(rows) == size or left <= 0:
+                seen.add(digest)
+            if not done and row is not None and position % share[1] == share[0] - 1:
+                rows.append(row)
+            left -= not done or share[1] > 1
+            position += 1
+            self.walked = mix(self.walked ^ mix(index) ^ digest)
+            if rows and (len(rows) == size or left <= 0):
                 yield self._batch(rows)
                 rows = []
             if left <= 0:

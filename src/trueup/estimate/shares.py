@@ -1,0 +1,103 @@
+"""Shares of the images: of the ranks of one job, or of processes that never meet.
+
+Share k of n holds every n-th image of the order in which one process would use them, from the k-th on. All
+processes walk the same order, and an image has its noise from its index, so that n shares are the images
+and the noise of one process, whatever n is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain, zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+
+from trueup import distributed
+from trueup.errors import DataError, TrueupError
+from trueup.estimate.moments import Moments
+from trueup.estimate.run import settings_of
+from trueup.estimate.stored import SUMS
+from trueup.images import Samples
+
+_LOOKED_AT = 16  # images that ranks compare before they begin; all of them when they are done
+
+
+def checked_share(share: Any) -> tuple[int, int]:
+    """(k, n), k from 1 to n."""
+    whole = isinstance(share, (tuple, list)) and len(share) == 2 and all(type(v) is int for v in share)
+    if not whole or not 1 <= share[0] <= share[1]:
+        raise DataError(f"a share is (k, n), the k-th of n, with k from 1 to n, not {share!r}")
+    return share[0], share[1]
+
+
+def merge(parts: Sequence[Moments]) -> Moments:
+    """The moments of shares together; they must be of one model, measured alike, and share no image."""
+    if not parts:
+        raise TrueupError("there is nothing to merge")
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return replace(total, skipped=list(dict.fromkeys(total.skipped)))  # each saw all that was left out
+
+
+def agree(moments: Moments, samples: Samples) -> None:
+    """Raise, on every rank, if ranks were given other settings, weights or data."""
+    said = distributed.gather({**settings_of(moments), **_data(samples)})
+    for rank, theirs in enumerate(said):
+        other = [name for name in said[0] | theirs if said[0].get(name) != theirs.get(name)]
+        if other:
+            problem = f"rank {rank} was given another {' and another '.join(other)} than rank 0"
+            raise TrueupError(f"{problem}: start all ranks with the same command, model and images")
+
+
+def of_all_ranks(moments: Moments, samples: Samples) -> Moments:
+    """The moments of all ranks, the same on each; sums are added in place."""
+    mine = (moments.indices, moments.digests, moments.provenance.get("binding"), samples.walked)
+    said = distributed.gather(mine)
+    other = next((rank for rank, (*_, walked) in enumerate(said) if walked != said[0][3]), None)
+    if other is not None:
+        raise DataError(f"rank {other} has read other images than rank 0: give all ranks the same")
+    # In the order of one process, which dealt them out one by one.
+    indices, digests = (
+        torch.tensor([v for v in chain(*zip_longest(*(one[i].tolist() for one in said))) if v is not None])
+        for i in (0, 1)
+    )
+    if len(indices.unique()) != len(indices):
+        raise DataError("an image was measured by two ranks: use a new run directory")
+    distributed.add(getattr(moments, name) for name in SUMS)
+    if moments.conditions is not None:
+        distributed.add((moments.conditions.total, moments.conditions.gram, moments.conditions.sums))
+    provenance = dict(moments.provenance)
+    if len(indices):  # a rank without images cannot tell how the network is called
+        provenance["binding"] = next(one[2] for one in said if len(one[0]))
+    digest = sum(digests.tolist()) & ((1 << 64) - 1)
+    noted: dict[str, Any] = {"indices": indices.long(), "digests": digests.long(), "data_digest": digest}
+    return replace(moments, provenance=provenance, **noted)
+
+
+def _data(samples: Samples) -> dict[str, Any]:
+    """What can be said of the data before it is read: which images, and a look at some of them."""
+    images = samples.images
+    found: dict[str, Any] = {"choice of images": (images.count, images.seed, images.offset, images.skip_bad)}
+    if not samples.indexed:
+        return found
+    found["number of images"] = len(samples.source)
+    last, seen = len(samples.source) - 1, hashlib.blake2b(digest_size=8)
+    for row in sorted({round(i * last / (_LOOKED_AT - 1)) for i in range(_LOOKED_AT)}) if last >= 0 else ():
+        try:
+            seen.update(samples.at(row + images.offset).digests.numpy().tobytes())
+        except DataError:  # said when it is measured, or left out
+            seen.update(b"bad")
+    found["set of images"] = seen.hexdigest()
+    if samples.labels is not None:
+        try:
+            said = np.asarray(samples.labels)
+            content = said.tobytes() if said.dtype.kind in "iufb" else repr(said.tolist()).encode()
+        except (TypeError, ValueError):  # of all kinds: nobody can tell
+            return found
+        found["set of labels"] = hashlib.blake2b(content, digest_size=8).hexdigest()
+    return found
