@@ -41,6 +41,8 @@ def main(model, other_model, images, other_images, out):
     attempt("seed", opened(), images_of(), seed=rank)
     attempt("weights", opened(other_model if rank == 1 else model), images_of())
     attempt("images", opened(), images_of(other_images if rank == 2 else images))
+    count = len(list(Path(images).iterdir()))
+    attempt("labels", opened(), images_of(labels=[rank == 1 and k == 20 for k in range(count)]))
     attempt("broken", opened(), images_of(skip_bad=rank == 0))
     attempt("count", opened(), images_of(count=30 + rank))
     failing = opened()

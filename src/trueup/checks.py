@@ -62,18 +62,13 @@ def started_by_launcher(options: argparse.Namespace) -> bool:
     """Whether this is one of many processes; raises where they would not know of each other."""
     shard = getattr(options, "shard", None)
     if "WORLD_SIZE" not in os.environ:
-        started = [n for n in _TASKS if os.environ.get(n, "1") not in ("", "0", "1")]
-        if started and shard is None and options.command not in ("inspect", "merge"):
-            many = (
-                f"this is one of {os.environ[started[0]]} processes ({started[0]}) that do not know of others"
-            )
+        started = next((n for n in _TASKS if os.environ.get(n, "1") not in ("", "0", "1")), None)
+        if started is not None and shard is None and options.command not in ("inspect", "merge"):
+            many = f"{os.environ[started]} processes were started ({started}) that do not know each other"
             how = (
-                "start torchrun in each, or give each its --shard K/N"
-                if options.command == "calibrate"
-                else ""
+                "start torchrun in each, give each its --shard K/N, or " if hasattr(options, "shard") else ""
             )
-            alone = "set WORLD_SIZE=1 if each does work of its own"
-            raise TrueupError(f"{many}: {how}{'; ' if how else ''}{alone}")
+            raise TrueupError(f"{many}: {how}set WORLD_SIZE=1 if each has work of its own")
         return False
     size, rank = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK"))
     if size in ("", "1"):
