@@ -17,7 +17,7 @@ def main(model, other_model, images, other_images, out):
     """Measure together, and in ways that cannot work; note what came of it."""
     dist.init_process_group("gloo")
     rank, said = dist.get_rank(), {}
-    quiet = {"trust": True, "progress": False}
+    quiet = {"trust": True, "progress": False, "ranks": True}
 
     def opened(path=model):
         return as_denoiser(path, device="cpu", batch_size=1)
@@ -36,7 +36,7 @@ def main(model, other_model, images, other_images, out):
     measure(opened(), images_of(count=5), mean_images=7, run=out / "run", **quiet).save(out / f"few.{rank}")
     measure(opened(), images_of(count=2), **quiet).save(out / f"fewer.{rank}")
     if rank == 0:
-        measure(opened(), images_of(), share=(1, 1), **quiet).save(out / "alone")
+        measure(opened(), images_of(), **{**quiet, "ranks": False}).save(out / "alone")
 
     attempt("seed", opened(), images_of(), seed=rank)
     attempt("weights", opened(other_model if rank == 1 else model), images_of())

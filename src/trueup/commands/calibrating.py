@@ -155,7 +155,8 @@ def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) 
     if denoiser.vocabulary is not None and open_images(data, denoiser).labels is None:
         say(options, "these images have no captions: the network is told the empty prompt (--captions)")
     common |= {"trust": trust, "classes": classes, "per_embedding": options.per_embedding}
-    moments = measure(denoiser, data, run=run, share=getattr(options, "shard", None), **common)
+    common |= {"share": getattr(options, "shard", None), "ranks": options.command == "calibrate"}
+    moments = measure(denoiser, data, run=run, **common)
     for reason in moments.skipped[:5]:
         say(options, f"skipped: {reason}")
     if moments.skipped:

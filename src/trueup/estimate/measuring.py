@@ -86,6 +86,7 @@ def measure(
     seed: int = 0,
     run: str | PathLike[str] | None = None,
     share: tuple[int, int] | None = None,
+    ranks: bool = False,
     trust: bool = False,
     progress: bool | None = None,
 ) -> Moments:
@@ -99,13 +100,13 @@ def measure(
     that keeps what was measured: called again, it goes on from there, and with more images it adds to them. A
     network that seems to be used wrongly is refused, unless `trust`. Images that occur twice count once.
 
-    Where a process group of torch.distributed is initialised, all ranks call this: each measures its share,
-    and all return the moments of all. share: (k, n), measure the k-th of n shares of the images and nobody
-    else's; `trueup.estimate.merge` adds them. (1, 1) is all of them, in this process.
+    ranks: all ranks of the process group that torch.distributed has initialised call this, each measures its
+    share, and all return the moments of all; else a process measures for itself. share: (k, n), measure the
+    k-th of n shares of the images and nobody else's; `trueup.estimate.merge` adds them.
     """
     how: dict[str, Any] = {"levels": levels, "edges": edges, "mean_images": mean_images, "classes": classes}
     how |= {"per_embedding": per_embedding, "seed": seed, "run": run, "trust": trust, "progress": progress}
-    if share is not None or distributed.size() == 1:
+    if share is not None or not ranks or distributed.size() == 1:
         own = (1, 1) if share is None else checked_share(share)
         if own[1] > 1 and mean_images:
             raise DataError("mean_images are those of all shares: leave them out")

@@ -39,6 +39,7 @@ def calibrate(
     per_embedding: bool = False,
     seed: int = 0,
     run: str | PathLike[str] | None = None,
+    ranks: bool = False,
     trust: bool = False,
     progress: bool | None = None,
 ) -> Calibration:
@@ -64,8 +65,8 @@ def calibrate(
     calibrate even if the network seems to be used wrongly. progress: show a bar; by default a bar in a
     terminal and a line now and then elsewhere.
 
-    Where a process group of torch.distributed is initialised, all ranks call this: they share the images, the
-    first does the rest, and all return the same.
+    ranks: all ranks of the process group that torch.distributed has initialised call this; they share the
+    images, the first does the rest, and all return the same. Else a process works for itself.
     """
     check_names(family, estimator)
     numbers = None if nfe is None else checked_numbers(nfe)
@@ -77,7 +78,7 @@ def calibrate(
     named = isinstance(per_class, Sequence)
     classes = list(per_class) if named else classes_of(data, denoiser) if per_class else ()  # type: ignore[arg-type]
     measuring: dict[str, Any] = {"levels": levels, "classes": classes, "trust": trust}
-    measuring["per_embedding"] = per_embedding
+    measuring |= {"per_embedding": per_embedding, "ranks": ranks}
     moments = measure(denoiser, data, seed=seed, run=run, progress=progress, **measuring)
 
     def finished() -> Calibration:
@@ -93,7 +94,7 @@ def calibrate(
         where = None if run is None else Path(run) / "solvers"
         return fit_solver(denoiser, calibration, nfe=numbers, run=where, **how)
 
-    return distributed.by_first(finished)
+    return distributed.by_first(finished) if ranks else finished()
 
 
 def labels_of(data: Any, denoiser: Denoiser) -> DataLabels | None:
