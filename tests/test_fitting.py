@@ -684,10 +684,11 @@ def test_moments_of_the_data_are_for_labels_as_they_are_in_the_data():
 
 def test_labels_make_a_difference_to_what_is_fitted():
     made = [
-        fit_solver(Classes().denoiser(), nfe=4, labels=labels, trajectories=128, **QUIET).solver(4)
+        fit_solver(Classes().denoiser(), nfe=6, labels=labels, trajectories=128, **QUIET).solver(6)
         for labels in (0, 1)
     ]
     assert [solver.provenance["labels"] for solver in made] == [[0], [1]]
+    assert made[0].identity != made[1].identity
     assert made[0].evidence["error_base"] != made[1].evidence["error_base"]
 
 

@@ -200,6 +200,26 @@ def test_a_corrected_transformer_of_packed_latents_compiles_whole(flux):
         torch.testing.assert_close(run(model, pipe, guided=False)[2][-1][0], expected)
 
 
+def test_a_device_that_is_not_there_is_said_in_a_line():
+    with pytest.raises(ModelError, match="device nowhere cannot be used: "):
+        as_denoiser(pipelines.sd(), device="nowhere")
+
+
+def test_what_a_corrected_network_was_told_is_forgotten_after_its_step(flux):
+    """A scheduler alone, later, is at the size that it was fitted for again."""
+    pipe, calibration = flux
+    pipe.scheduler = calibration.scheduler(nfe=3)
+    turned = Model("Flux", "", pipelines.flux, {**FLUX, "height": 16, "width": 32})
+    with trueup.attach(pipe, calibration):
+        run(turned, pipe, guided=False)
+    stepped = run(Model("Flux", "", pipelines.flux, FLUX), pipe, guided=False)[2]
+    by_hand = calibration.scheduler(nfe=3)
+    by_hand.spatial = (16, 8)
+    by_hand.set_timesteps(3)
+    for k in range(2):
+        torch.testing.assert_close(by_hand.step(*stepped[k]).prev_sample, stepped[k + 1][2])
+
+
 def test_copies_know_their_prompts():
     denoiser = as_denoiser(pipelines.sd())
     other = copy.deepcopy(denoiser)

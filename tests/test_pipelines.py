@@ -94,6 +94,12 @@ def samples(denoiser, x):
     return restored(x, binding.layout, denoiser.shape[1:])[:, : denoiser.shape[0]]
 
 
+def calibration_of(denoiser, y=None):
+    """Made up, of random numbers."""
+    how = {"kind": denoiser.parametrization.name, "binding": denoiser.binding(y)}
+    return make(denoiser.shape, denoiser.process, **how, network=denoiser.network, gain=0.1)
+
+
 def close(one, other, more=0.0):
     """To the rounding of float32 through a network."""
     torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()) + more)
@@ -114,14 +120,7 @@ def test_the_network_is_told_what_its_pipeline_tells_it(model):
 @MODELS
 def test_guiding_a_corrected_pipeline_is_guiding_corrected_halves(model):
     pipe, denoiser = opened(model)
-    calibration = make(
-        denoiser.shape,
-        denoiser.process,
-        kind=denoiser.parametrization.name,
-        binding=denoiser.binding(),
-        network=denoiser.network,
-        gain=0.1,
-    )
+    calibration = calibration_of(denoiser)
     with trueup.attach(pipe, calibration):
         _, calls, stepped = run(model, pipe)
     y = denoiser.vocabulary.numbers(conditions(model))
@@ -170,14 +169,7 @@ def test_the_fitted_scheduler_steps_a_pipeline_as_our_own_loop_does(model):
 @MODELS
 def test_a_pipeline_is_saved_loaded_and_corrected_again(model, tmp_path):
     pipe, denoiser = opened(model)
-    calibration = make(
-        denoiser.shape,
-        denoiser.process,
-        kind=denoiser.parametrization.name,
-        binding=denoiser.binding(),
-        network=denoiser.network,
-        gain=0.1,
-    )
+    calibration = calibration_of(denoiser)
     with trueup.attach(pipe, calibration):
         before = run(model, pipe)[2][-1][0]
         pipe.save_pretrained(tmp_path)
@@ -269,14 +261,7 @@ def test_other_models_are_measured(other):
 def test_other_models_are_corrected_by_definition(other):
     model, denoiser = opened_other(other)
     y = labels_of(other, 4)
-    calibration = make(
-        denoiser.shape,
-        denoiser.process,
-        kind=denoiser.parametrization.name,
-        binding=denoiser.binding(y),
-        network=denoiser.network,
-        gain=0.1,
-    )
+    calibration = calibration_of(denoiser, y)
     x_t, t = x_and_t(denoiser)
     with torch.inference_mode():
         bare = denoiser.predict(x_t, t, y)

@@ -270,7 +270,8 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
     def _size(self, sample: Tensor) -> tuple[int, ...]:
         """Of samples that come as tokens: as was said, as the corrected network was told, or as fitted."""
         like = self.solver.shape[1:] if self.spatial is None else self.spatial
-        seen = SEEN.get(sample.shape[1]) if self.layout == "packed" and self.spatial is None else None
+        # Taken away, since a network that is not corrected says nothing before the next step.
+        seen = SEEN.pop(sample.shape[1], None) if self.layout == "packed" and self.spatial is None else None
         spatial = seen or spatial_of(sample, self.layout, like)
         if spatial is None:
             tokens = f"{sample.shape[1]} tokens have not the proportions of {like}"

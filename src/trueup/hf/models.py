@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trueup.denoiser import Denoiser, is_preconditioned, preconditioned, unwrapped
 from trueup.errors import Argument, ModelError
+from trueup.files import line
 from trueup.hf.autoencoder import Autoencoder
 from trueup.hf.hub import fetched
 from trueup.hf.listening import Pipeline
@@ -153,11 +154,12 @@ def _listened(pipe: Any, network: nn.Module, arguments: Mapping[str, Any] | None
     """The conditions of a pipeline, and how its network is told of them."""
     if getattr(pipe, "transformer_2", None) is not None:
         raise ModelError(f"{type(pipe).__name__} has two networks: calibrate each as a trueup.Denoiser")
-    if device is not None:
+    parts = (part for part in pipe.components.values() if isinstance(part, nn.Module))
+    if device is not None and not any(hasattr(part, "_hf_hook") for part in parts):  # else hooks move them
         try:
             pipe.to(device)
-        except (NotImplementedError, ValueError):
-            pass  # its parts are moved by hooks when they are called
+        except (RuntimeError, AssertionError, ValueError) as error:
+            raise ModelError(f"device {device!s} cannot be used: {line(error)}") from None
     pipeline = Pipeline(pipe, network, arguments)
     return Vocabulary(pipeline, pipeline.interface())
 
