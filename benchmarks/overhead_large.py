@@ -9,16 +9,19 @@ of full size: a constant in the low bands, gains in every channel, band and leve
 DPM-Solver++(3M) in 8 evaluations with tables and offsets as if fitted. Timed is a guided pipeline's loop,
 with half as many images as rows: the bare network with diffusers' DPMSolverMultistepScheduler, the same with
 the calibration attached, the same with the fitted scheduler, and both. A network and its twin share their
-weights, and loops take turns, so that a drifting machine slows all alike; ratios are medians over rounds of
-a loop over the bare ones beside it. Memory is the peak of the bare loop and of both, tables included.
+weights, and the four loops go on in step, in turns: what is compared are steps a few milliseconds apart,
+waited for one by one. Ratios are medians over all steps, with the 95% interval of a median. Memory is the
+peak of the bare loop and of both, tables included.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import math
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -87,7 +90,7 @@ def made_up(denoiser: Denoiser, y: Tensor) -> Calibration:
     return replace(cal, solvers=(replace(fitted, gains="least-squares"),))
 
 
-def loop(network: Any, scheduler: Any, noise: Tensor, y: Tensor) -> Tensor:
+def steps(network: Any, scheduler: Any, noise: Tensor, y: Tensor) -> Iterator[Tensor]:
     """As a pipeline with guidance does it, a network call and a step for each timestep."""
     scheduler.set_timesteps(NFE, device=noise.device)
     x = noise * scheduler.init_noise_sigma
@@ -97,35 +100,38 @@ def loop(network: Any, scheduler: Any, noise: Tensor, y: Tensor) -> Tensor:
         found = network(rows, t.expand(len(rows)), y, return_dict=False)[0][:, : x.shape[1]]
         without, told = found.chunk(2)
         x = scheduler.step(without + GUIDANCE * (told - without), t, x, return_dict=False)[0]
-    return x
+        yield x
 
 
-def seconds(work: Any, device: torch.device) -> float:
+def seconds(one: Iterator[Tensor], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
-    work()
+    next(one)
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - started
 
 
 def timed(loops: dict[str, Any], device: torch.device, rounds: int) -> dict[str, Any]:
-    """Median seconds of the bare loop, and of each loop over the bare ones before and after it."""
-    for work in loops.values():
-        work()
-        work()
-    bare, ratios = [], {name: [] for name in loops if name != "bare"}
+    """Median seconds of a bare step, and of each loop's steps over the bare ones beside them."""
+    for begin in loops.values():
+        for _ in range(2):
+            list(begin())
+    taken: dict[str, list[float]] = {name: [] for name in loops}
+    order = list(loops)
     for _ in range(rounds):
-        before = seconds(loops["bare"], device)
-        for name, found in ratios.items():
-            own = seconds(loops[name], device)
-            after = seconds(loops["bare"], device)
-            found.append(2 * own / (before + after))
-            bare.append(after)
-            before = after
-    spread = {name: [statistics.median(r), min(r), max(r)] for name, r in ratios.items()}
-    return {"bare seconds a step": statistics.median(bare) / NFE, **spread}
+        running = {name: begin() for name, begin in loops.items()}
+        for _ in range(NFE):
+            order = order[1:] + order[:1]
+            for name in order:
+                taken[name].append(seconds(running[name], device))
+    bare = taken.pop("bare")
+    ratios = {name: sorted(a / b for a, b in zip(own, bare, strict=True)) for name, own in taken.items()}
+    half = 0.98 * math.sqrt(len(bare))  # of a median's 95% interval, in ranks
+    ends = [max(0, math.floor(len(bare) / 2 - half)), min(len(bare) - 1, math.ceil(len(bare) / 2 + half))]
+    found = {name: [statistics.median(r), r[ends[0]], r[ends[1]]] for name, r in ratios.items()}
+    return {"bare seconds a step": statistics.median(bare), **found}
 
 
 def peak(work: Any) -> int:
@@ -167,19 +173,22 @@ def measured(name: str, options: argparse.Namespace, results: dict, rows: list[l
             noise = torch.randn(batch // 2, *shape, device=device, dtype=dtype)
             told = y.expand(batch, *y.shape[1:]).contiguous()
             loops = {
-                "bare": lambda n=noise, y=told, f=bare: loop(f, usual, n, y),
-                "attached": lambda n=noise, y=told, f=corrected: loop(f, usual, n, y),
-                "scheduler": lambda n=noise, y=told, f=bare: loop(f, own, n, y),
-                "both": lambda n=noise, y=told, f=corrected: loop(f, own, n, y),
+                "bare": lambda n=noise, y=told, f=bare: steps(f, copy.copy(usual), n, y),
+                "attached": lambda n=noise, y=told, f=corrected: steps(f, copy.copy(usual), n, y),
+                "scheduler": lambda n=noise, y=told, f=bare: steps(f, copy.copy(own), n, y),
+                "both": lambda n=noise, y=told, f=corrected: steps(f, copy.copy(own), n, y),
             }
             how = f"{'compiled' if compiled else 'eager'}, {batch} rows"
             found = entry[how] = timed(loops, device, options.rounds)
             memory = "-"
             if device.type == "cuda":
-                peaks = [peak(loops[kind]) for kind in ("bare", "both")]
+                peaks = [peak(lambda begin=loops[kind]: list(begin())) for kind in ("bare", "both")]
                 found["memory"] = peaks[1] / (peaks[0] - tables)
                 memory = f"{100 * (found['memory'] - 1):+.2f}%"
-            cells = [f"{100 * (found[kind][0] - 1):+.2f}%" for kind in ("attached", "scheduler", "both")]
+            cells = [
+                "{:+.2f}% ({:+.2f} to {:+.2f})".format(*(100 * (ratio - 1) for ratio in found[kind]))
+                for kind in ("attached", "scheduler", "both")
+            ]
             rows.append([name, how, f"{1e3 * found['bare seconds a step']:.2f} ms", *cells, memory])
             print(" | ".join(rows[-1]), f"({time.monotonic() - started:.0f} s)", flush=True)
             finish(options, results)
@@ -191,7 +200,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=how)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--rows", type=int, nargs="+", default=[2, 8], help="the first of them compiled, too")
-    p.add_argument("--rounds", type=int, default=15)
+    p.add_argument("--rounds", type=int, default=40)
     p.add_argument("--network", nargs="+", help="only these: SD-1.5 U-Net, DiT-B/2")
     p.add_argument("--backend", default="inductor", help="of torch.compile")
     p.add_argument("--tiny", action="store_true", help="networks of a few thousand weights: a dry run")

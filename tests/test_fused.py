@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import trueup
+from trueup import process
 from trueup.calibration.hook import CorrectOutput
 
 from calibrations import by_definition, make
@@ -16,11 +17,14 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 def kernel(fused, hook, output, x_t, t):
     """What the hook would hand the kernel."""
     tables = hook._tables(DEVICE, torch.float32, tuple(output.shape[2:]))
-    knots = tables.knots[hook._node(t, len(output), tables)]
+    parts = (tables.constant, tables.slopes, tables.bands, tables.forward)
     assert fused.fits(output, x_t)
-    return fused.correct(
-        output, x_t, knots, tables.constant, tables.slopes, tables.bands, tables.forward
-    ).cpu()
+    times = t.reshape(-1).to(DEVICE)
+    searched = fused.correct(output, x_t, times, tables.between(times), tables.knots, *parts).cpu()
+    knots = hook._knots(times, None, output, tables)
+    told = fused.correct(output, x_t, None, tables.boundaries, knots, *parts).cpu()
+    assert torch.equal(searched, told)
+    return searched
 
 
 def operations(hook, output, x_t, t):
@@ -113,7 +117,7 @@ def test_a_size_the_gpu_cannot_hold_is_left_to_the_operations(fused, monkeypatch
     knots, constant, slopes = (torch.zeros(*size, device=DEVICE) for size in sizes)
     bands = torch.zeros(64, dtype=torch.int32, device=DEVICE)
     assert fused.fits(image, image)
-    assert fused.correct(image, image, knots, constant, slopes, bands, matrices) is None
+    assert fused.correct(image, image, None, knots[0], knots, constant, slopes, bands, matrices) is None
     assert not fused.fits(image, image)
     fused._TOO_LARGE.clear()
 
@@ -149,3 +153,34 @@ def test_an_attached_network_uses_it_on_a_gpu(fused, monkeypatch):
     size = scale(slow)
     assert torch.allclose(fast, slow, atol=1e-5 * size)
     assert torch.allclose(half, slow, atol=5e-3 * size)
+
+
+@pytest.mark.parametrize("times", [torch.tensor([0, 77, 500, 999]), torch.tensor([3.0, 77.25, 499.5, 998.0])])
+def test_the_kernel_finds_the_nodes_that_bucketize_finds(fused, times):
+    """Whole times, others, half precision, one time of all rows, and one expanded."""
+    cal = make(
+        (1, 8, 8),
+        levels=[77, 500],
+        noise=process.DiscreteVP.from_betas(torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)),
+    )
+    hook = CorrectOutput(cal)
+    output, x_t = torch.randn(2, 4, 1, 8, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    tables = hook._tables(DEVICE, torch.float32, (8, 8))
+    parts = (tables.constant, tables.slopes, tables.bands, tables.forward)
+    times = times.to(DEVICE)
+    for t in (times, times[1:2], times[2:3].expand(4), times.half(), times.int()):
+        got = fused.correct(output, x_t, t, tables.between(t), tables.knots, *parts)
+        knots = hook._knots(t, None, output, tables)
+        assert torch.equal(got, fused.correct(output, x_t, None, tables.boundaries, knots, *parts))
+    assert not torch.equal(got, output)
+
+
+def test_a_learned_variance_is_left_as_it_is(fused):
+    cal = make((2, 8, 8), kind="velocity", levels=[0.2, 0.6])
+    hook = CorrectOutput(cal)
+    output, x_t = torch.randn(2, 3, 4, 8, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    got = kernel(fused, hook, output, x_t[:, :2], torch.tensor(0.4))
+    assert torch.equal(got[:, 2:], output[:, 2:].cpu())
+    assert torch.equal(got[:, :2], kernel(fused, hook, output[:, :2], x_t[:, :2], torch.tensor(0.4)))
+    expected = operations(hook, output, x_t[:, :2], torch.tensor(0.4))
+    assert torch.allclose(got, expected, rtol=0, atol=2e-5 * scale(expected))

@@ -1,8 +1,9 @@
 """The spectral correction of images as one GPU kernel.
 
 A small network on a GPU spends its time on launches, and the correction written with PyTorch's operations
-is seven of them. Here it is one: each program corrects one channel of one image, in single precision.
-Imported only where Triton is installed and the model is on a CUDA device.
+is a dozen of them. Here it is one: each program finds the level of one image and corrects one channel of it,
+in single precision; channels beyond the sample's, a learned variance, are left as they are. Imported only
+where Triton is installed and the model is on a CUDA device.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def _dct(image, left, right):  # type: ignore[no-untyped-def]
 def _correct(  # type: ignore[no-untyped-def]
     output_at,
     x_at,
+    times_at,
+    boundaries_at,
     knots_at,
     constant_at,
     slopes_at,
@@ -39,12 +42,15 @@ def _correct(  # type: ignore[no-untyped-def]
     channels,
     output_stride,
     x_stride,
+    times_stride,
     knots_stride,
+    nodes,
     bands,
     height,
     width,
     box_height,
     box_width,
+    SEARCH: tl.constexpr,
     H: tl.constexpr,
     W: tl.constexpr,
 ):
@@ -53,17 +59,29 @@ def _correct(  # type: ignore[no-untyped-def]
     inside = (i < height) & (j < width)
     pixel = channel * height * width + i * width + j
     output = tl.load(output_at + image * output_stride + pixel, mask=inside, other=0.0)
-    x = tl.load(x_at + image * x_stride + pixel, mask=inside, other=0.0).to(tl.float32)
+    own = (channel + 0 * i) < channels
+    x = tl.load(x_at + image * x_stride + pixel, mask=inside & own, other=0.0).to(tl.float32)
     wide = output.to(tl.float32)
 
     down, across = tl.arange(0, H)[None, :], tl.arange(0, W)[:, None]
     left = tl.load(left_at + i * height + down, mask=(i < box_height) & (down < height), other=0.0)
     right = tl.load(right_at + across * width + j, mask=(across < box_width) & (j < width), other=0.0)
 
-    knot = knots_at + image * knots_stride
+    row = image * knots_stride
+    if SEARCH:  # as torch.bucketize: how many boundaries lie below the time
+        t = tl.load(times_at + image * times_stride).to(boundaries_at.dtype.element_ty)
+        low = tl.full((), 0, tl.int32)
+        high = low + nodes - 1
+        while low < high:
+            middle = (low + high) // 2
+            below = tl.load(boundaries_at + middle) < t
+            low = tl.where(below, middle + 1, low)
+            high = tl.where(below, high, middle)
+        row = low.to(tl.int64) * knots_stride
+    knot = knots_at + row
     near, far = tl.load(knot + 1), tl.load(knot + 2)  # shares of the level before and of the next
     entry = tl.load(knot).to(tl.int64) * channels + channel
-    place, used = i * box_width + j, (i < box_height) & (j < box_width)
+    place, used = i * box_width + j, own & (i < box_height) & (j < box_width)
     size = box_height * box_width
     before = constant_at + entry * size + place
     after = before + channels * size
@@ -80,11 +98,8 @@ def _correct(  # type: ignore[no-untyped-def]
 
     delta = constant + on_output * _dct(wide, left, right) + on_input * _dct(x, left, right)
     back = _dct(delta, tl.trans(left), tl.trans(right))
-    tl.store(
-        corrected_at + image * channels * height * width + pixel,
-        (wide - back).to(output.dtype),
-        mask=inside,
-    )
+    made = corrected_at + image * tl.num_programs(1) * height * width + pixel
+    tl.store(made, (wide - back).to(output.dtype), mask=inside)
 
 
 def fits(output: Tensor, x_t: Tensor) -> bool:
@@ -94,13 +109,12 @@ def fits(output: Tensor, x_t: Tensor) -> bool:
         and max(output.shape[2:]) <= LARGEST
         and output.dtype != torch.float64
         and _images_are_contiguous(output)
-        and x_t.shape == output.shape
+        and len(x_t) == len(output)
+        and x_t.shape[2:] == output.shape[2:]
         and x_t.device == output.device
         and _images_are_contiguous(x_t)
         and not (torch.is_grad_enabled() and (output.requires_grad or x_t.requires_grad))
-        and forward_ad._current_level < 0
-        and not torch._C._are_functorch_transforms_active()
-        and (output.device, *output.shape[2:]) not in _TOO_LARGE
+        and (torch.compiler.is_compiling() or _is_plain(output))
     )
 
 
@@ -109,9 +123,19 @@ def _images_are_contiguous(x: Tensor) -> bool:
     return x.stride()[1:] == (height * width, width, 1)
 
 
+def _is_plain(output: Tensor) -> bool:
+    return (
+        forward_ad._current_level < 0
+        and not torch._C._are_functorch_transforms_active()
+        and (output.device, *output.shape[2:]) not in _TOO_LARGE
+    )
+
+
 def correct(
     output: Tensor,
     x_t: Tensor,
+    t: Tensor | None,
+    boundaries: Tensor,
     knots: Tensor,
     constant: Tensor,
     slopes: Tensor,
@@ -120,20 +144,40 @@ def correct(
 ) -> Tensor | None:
     """The corrected output, or None where this GPU cannot hold an image of that size.
 
-    knots (B or 1, 6), constant (R, C * box), slopes (R, C * 2 * bands), bands (box): as the hook has them.
+    t (B or 1,): times, with knots (N, 6) of all nodes and the `boundaries` between them; or None, with knots
+    (B or 1, 6) of the rows. constant (R, C * box), slopes (R, C * 2 * bands), bands (box): as in the hook.
     """
-    batch, channels, height, width = output.shape
-    left, right = matrices  # (box, pixels) each
-    corrected = torch.empty((batch, channels, height, width), device=output.device, dtype=output.dtype)
-    if (
-        output.is_cuda and output.device.index != torch.cuda.current_device()
-    ):  # Triton launches on the current one
+    if torch.compiler.is_compiling():  # which launches it as part of what it compiles
+        return _launch(output, x_t, t, boundaries, knots, constant, slopes, bands, matrices)
+    if output.is_cuda and output.device.index != torch.cuda.current_device():  # where Triton launches
         with torch.cuda.device(output.device):
-            return correct(output, x_t, knots, constant, slopes, bands, matrices)
-    kernel: Any = _correct[(batch, channels)]
-    arguments = (
+            return correct(output, x_t, t, boundaries, knots, constant, slopes, bands, matrices)
+    try:
+        return _launch(output, x_t, t, boundaries, knots, constant, slopes, bands, matrices)
+    except triton.runtime.errors.OutOfResources:
+        _TOO_LARGE.add((output.device, *output.shape[2:]))
+        return None
+
+
+def _launch(
+    output: Tensor,
+    x_t: Tensor,
+    t: Tensor | None,
+    boundaries: Tensor,
+    knots: Tensor,
+    constant: Tensor,
+    slopes: Tensor,
+    bands: Tensor,
+    matrices: list[Tensor],
+) -> Tensor:
+    left, right = matrices  # (box, pixels) each
+    height, width, channels = left.shape[1], right.shape[1], x_t.shape[1]
+    corrected = torch.empty(output.shape, device=output.device, dtype=output.dtype)
+    _correct[(output.shape[0], output.shape[1])](
         output,
         x_t,
+        boundaries if t is None else t,
+        boundaries,
         knots,
         constant,
         slopes,
@@ -144,20 +188,24 @@ def correct(
         channels,
         output.stride(0),
         x_t.stride(0),
-        0 if len(knots) == 1 else knots.stride(0),
+        0 if t is None or t.numel() == 1 else t.stride(0),
+        0 if t is None and len(knots) == 1 else knots.stride(0),
+        len(knots),
         slopes.shape[1] // (2 * channels),
         height,
         width,
         left.shape[0],
         right.shape[0],
+        SEARCH=t is not None,
+        H=_tile(height),
+        W=_tile(width),
+        num_warps=4,
     )
-    tile = {"H": max(16, triton.next_power_of_2(height)), "W": max(16, triton.next_power_of_2(width))}
-    try:
-        kernel(*arguments, **tile, num_warps=4)
-    except triton.runtime.errors.OutOfResources:
-        _TOO_LARGE.add((output.device, height, width))
-        return None
     return corrected
+
+
+def _tile(pixels: int) -> int:
+    return max(16, 1 << (pixels - 1).bit_length())
 
 
 def works(device: torch.device) -> bool:
@@ -165,7 +213,8 @@ def works(device: torch.device) -> bool:
     try:
         image, zero = torch.zeros(1, 1, 2, 2, device=device), torch.zeros(2, 6, device=device)
         bands = torch.zeros(4, dtype=torch.int32, device=device)
-        correct(image, image, zero[:1], zero[:, :4], zero[:, :2], bands, [torch.eye(2, device=device)] * 2)
+        matrices = [torch.eye(2, device=device)] * 2
+        correct(image, image, zero[0, :1], zero[0, :1], zero, zero[:, :4], zero[:, :2], bands, matrices)
     except Exception:  # whatever it is, the operations do the same
         return False
     return True

@@ -46,6 +46,11 @@ class _Tables(NamedTuple):
     maps: Tensor | None = None  # (R, Q, C * low box), what depends on it
     low: list[Tensor] | None = None  # their matrices back
 
+    def between(self, times: Tensor | float) -> Tensor:
+        """The boundaries to compare times with."""
+        whole = isinstance(times, Tensor) and times.dtype == torch.int64
+        return self.whole_boundaries if whole else self.boundaries
+
 
 class CorrectOutput:
     """A forward hook, or what a `Denoiser` corrects its network's output with.
@@ -102,10 +107,7 @@ class CorrectOutput:
             t = t.float() if isinstance(t, Tensor) and t.dtype in (torch.float16, torch.bfloat16) else t
             t = (t - self.binding.offset) / self.binding.scale
         y = self._label(args, kwargs) if self.conditional else None
-        mean, rest = output[:, :channels], output[:, channels:]  # a learned variance is left alone
-        corrected = self.correct(mean, x_t, t, y)
-        corrected = torch.cat([corrected, rest], 1) if rest.shape[1] else corrected
-        return _like(raw, arranged(corrected, layout))
+        return _like(raw, arranged(self.correct(output, x_t, t, y), layout))
 
     def _samples(
         self, output: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -141,7 +143,10 @@ class CorrectOutput:
             return None
 
     def correct(self, output: Tensor, x_t: Tensor, t: Any, y: Any = None) -> Tensor:
-        """The corrected output at times of the process, in its own dtype; not in autocast's."""
+        """The corrected output at times of the process, in its own dtype; not in autocast's.
+
+        A learned variance, in channels after those of the sample, is left alone.
+        """
         if self.empty:
             return output
         kind = output.device.type
@@ -151,16 +156,37 @@ class CorrectOutput:
             return self._correct(output, x_t, t, y)
 
     def _correct(self, output: Tensor, x_t: Tensor, t: Any, y: Any) -> Tensor:
-        dtype = _wide(output.dtype)
+        dtype, channels = _wide(output.dtype), self.shape[0]
         tables = self._tables(output.device, dtype, tuple(output.shape[2:]))
-        knots = tables.knots[self._node(t, len(output), tables)]  # (B or 1, 6)
+        times = self._times(t, output)
+        fused = tables.fused
+        if fused and self.conditions is None and fused.fits(output, x_t):
+            # The kernel finds the node itself, where nothing else depends on it.
+            found = times if isinstance(times, Tensor) and not self.classes else None
+            knots = tables.knots if found is not None else self._knots(times, y, output, tables)
+            rest = (tables.constant, tables.slopes, tables.bands, tables.forward)
+            made: Tensor | None = fused.correct(output, x_t, found, tables.between(times), knots, *rest)
+            if made is not None:
+                return made
+        knots = self._knots(times, y, output, tables)
+        mean, variance = output[:, :channels], output[:, channels:]
+        made = self._by_level(mean, x_t, knots, tables) if self.by_level else mean
+        if self.conditions is not None:
+            made = (made.to(dtype) - self._of_embedding(knots, y, mean, tables)).to(mean.dtype)
+        return torch.cat([made, variance], 1) if variance.shape[1] else made
+
+    def _knots(self, times: Tensor | float, y: Any, output: Tensor, tables: _Tables) -> Tensor:
+        """What each row's correction is made of, (B or 1, 6)."""
+        if isinstance(times, Tensor):
+            boundaries = tables.between(times)
+            knots = tables.knots[torch.bucketize(times.to(boundaries).contiguous(), boundaries)]
+        else:
+            node = bisect_left(self.boundary_list, times)
+            knots = tables.knots[node : node + 1]
         if self.classes:
             first = self._class(y, output, tables) * (len(tables.constant) // (1 + len(self.classes)))
             knots = knots.expand(len(first), -1) + torch.nn.functional.pad(first[:, None].to(knots), (0, 5))
-        made = self._by_level(output, x_t, knots, tables) if self.by_level else output
-        if self.conditions is None:
-            return made
-        return (made.to(dtype) - self._of_embedding(knots, y, output, tables)).to(output.dtype)
+        return knots
 
     def _of_embedding(self, knots: Tensor, y: Any, output: Tensor, tables: _Tables) -> Tensor:
         """What depends on an embedding, as images."""
@@ -182,12 +208,6 @@ class CorrectOutput:
     def _by_level(self, output: Tensor, x_t: Tensor, knots: Tensor, tables: _Tables) -> Tensor:
         """What every row has at its level, or its class has."""
         dtype = _wide(output.dtype)
-        if tables.fused and not torch.compiler.is_compiling() and tables.fused.fits(output, x_t):
-            made: Tensor | None = tables.fused.correct(
-                output, x_t, knots, tables.constant, tables.slopes, tables.bands, tables.forward
-            )
-            if made is not None:
-                return made
         if self.constant_only:
             constant = (knots @ tables.constant).view(-1, *output.shape[1:])
             return (output.to(dtype) - constant).to(output.dtype)
@@ -219,21 +239,19 @@ class CorrectOutput:
         )
         return torch.where(tables.labels[place] == labels, place + 1, 0).expand(len(output))
 
-    def _node(self, t: Any, batch: int, tables: _Tables) -> Any:
-        """The node of each row's time. Never waits for the device."""
+    def _times(self, t: Any, output: Tensor) -> Tensor | float:
+        """The rows' times on the output's device, (B or 1,), or one that the host knows. Never waits."""
         if torch.compiler.is_compiling():  # which cannot follow a bisection
             t = torch.as_tensor(t)
         elif not isinstance(t, Tensor) or (t.numel() == 1 and t.device.type == "cpu"):
             self._check(float(t))
-            node = bisect_left(self.boundary_list, float(t))
-            return slice(node, node + 1)
+            return float(t)
         elif t.device.type == "cpu" and t.numel():  # others are not waited for
             self._check(*map(float, t.aminmax()))
-        boundaries = tables.whole_boundaries if t.dtype == torch.int64 else tables.boundaries
-        times = t.to(boundaries, non_blocking=True).reshape(-1).contiguous()
-        if times.numel() not in (1, batch):
-            raise AttachError(f"got {times.numel()} times for a batch of {batch}")
-        return torch.bucketize(times, boundaries)
+        times = t.to(output.device, non_blocking=True).reshape(-1)
+        if times.numel() not in (1, len(output)):
+            raise AttachError(f"got {times.numel()} times for a batch of {len(output)}")
+        return times
 
     def _check(self, *times: float) -> None:
         for t in (t for t in times if not self.span[0] <= t <= self.span[1]):
