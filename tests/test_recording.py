@@ -23,6 +23,7 @@ from trueup.estimate.moments import SUMS, Moments
 from trueup.noise import level_key, normal
 from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow
 from trueup.recording import ShallowNetwork
+from trueup.recording import recorder as recording
 
 from measuring import measure
 from tiny import tiny_unet
@@ -659,3 +660,32 @@ def test_rows_that_are_all_nonsense_are_nothing_to_log():
     x_t, t, eps, _ = next(batches(1, 8))
     recorder.update(x_t, t, x_t * torch.nan, eps)
     assert recorder.log() == {}
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_batches_counted_together_are_those_counted_one_by_one(monkeypatch, indexed):
+    """As on a GPU: copies of a few batches wait, each with its own weight, and whoever asks settles them."""
+    how = {"shape": (2, 4, 4), "classes": [0, 1], "half_life": 3}
+    alone, together = (trueup.Recorder(DiscreteVP.linear(), "noise", **how) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    for step in range(20):
+        rows = 5 + step % 2
+        x_t, output, target = torch.randn(3, rows, 2, 4, 4, generator=generator)
+        t, y = (torch.randint(n, (rows,), generator=generator) for n in (1000, 2))
+        index = torch.arange(rows) + 10 * step if indexed or step == 4 else None
+        monkeypatch.setattr(recording, "_gathers", lambda device: False)
+        alone.update(x_t, t, output, target, y, index)
+        monkeypatch.setattr(recording, "_gathers", lambda device: True)
+        together.update(x_t, t, output, target, y, index)
+        for used in (x_t, output, target, t, y):
+            used.zero_()  # as a loop may that keeps its tensors
+        assert together.rows == alone.rows
+        assert 0 <= len(together._waiting) < 8
+    assert together._waiting
+    for name in ("rows", "first", "second", "data_first", "data_second"):
+        one, other = (getattr(made.moments(), name) for made in (alone, together))
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12 * float(one.abs().max()))
+        assert one.any()
+    assert not together._waiting
+    state = together.state_dict()
+    assert all(torch.equal(together.state_dict()["sums"][k], v) for k, v in state["sums"].items())

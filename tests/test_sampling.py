@@ -373,8 +373,20 @@ def test_heun_is_not_offered_where_its_first_step_is_too_large():
     for name in ("kdpm2", "euler", "euler-a", "unipc"):
         x = trueup.sample(denoiser, 500, solver=name, nfe=20)
         assert torch.allclose(x.std(0), torch.full_like(x[0], STD), rtol=0.25), name
+
+
+def test_a_scheduler_whose_times_are_not_finite_is_refused(monkeypatch):
+    from diffusers import KDPM2AncestralDiscreteScheduler as Scheduler
+
+    usual = Scheduler.set_timesteps
+
+    def set_timesteps(self, *args, **kwargs):
+        usual(self, *args, **kwargs)
+        self.timesteps[2] = float("nan")
+
+    monkeypatch.setattr(Scheduler, "set_timesteps", set_timesteps)
     with pytest.raises(TrueupError, match="kdpm2-a cannot sample in 20 evaluations: its times are not fin"):
-        trueup.sample(denoiser, 1, solver="kdpm2-a", nfe=20)
+        trueup.sample(GAUSSIAN.denoiser(VP, "noise"), 1, solver="kdpm2-a", nfe=20)
 
 
 def test_drawing_in_batches_compiles_the_network_once():

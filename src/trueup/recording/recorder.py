@@ -30,6 +30,7 @@ from trueup.statistics import Number
 _HEAVY = 2.0**40  # a weight at which all sums are rescaled: far from where float64 ends
 _CYCLE = 1 << 16  # rows after which dealing begins again: hashing every batch costs as much as adding it
 _APART = 7919  # between the running numbers that ranks begin with
+_TOGETHER, _HELD = 8, 1 << 26  # batches that are counted together on a GPU, and bytes they may take
 
 
 class Recorder:
@@ -102,6 +103,7 @@ class Recorder:
         self._strays = torch.zeros(3, dtype=torch.int64)  # see `Rows`
         self._weight = 1.0  # of a row at this step; those before count as they did when they came
         self._deal: Tensor | None = None
+        self._waiting: list[tuple[tuple[Any, ...], float]] = []  # batches, each with its rows' weight
         self.steps, self.rows = 0, 0
 
     @property
@@ -117,6 +119,7 @@ class Recorder:
     @property
     def skipped(self) -> int:
         """Rows left out because something in them was not finite; asking waits for the device."""
+        self._settle()
         return int(self._strays[2])
 
     @property
@@ -137,7 +140,8 @@ class Recorder:
 
         Everything stays on the device of x_t, and nothing waits for it. Values there are not looked at: a
         time or a label that cannot be is told by whatever reads the record next; rows that are not finite are
-        left out.
+        left out. A GPU, where a hundred launches take longer than their work, counts copies of a few batches
+        together.
 
         index (B,): each image's place in the data set. An image then stays in its fold over epochs, and
         intervals cover which images there happened to be; without it rows are dealt as they come, both sides
@@ -176,32 +180,67 @@ class Recorder:
 
     def _rebase(self) -> None:
         """Let a row of this step count once, and those before as much less."""
+        self._settle()
         self._sums.decay(1 / self._weight)
         self._weight = 1.0
 
     @torch.no_grad()
     def _add(
-        self, x_t: Tensor, t: Tensor | float, output: Tensor, target: Tensor, y: Any, index: Tensor | None
+        self, x_t: Tensor, t: Tensor | float, output: Any, target: Tensor, y: Any, index: Tensor | None
     ) -> None:
-        device = home(x_t.device)
-        index = None if index is None else torch.as_tensor(index)
+        device, count = home(x_t.device), len(x_t)
+        index = None if index is None else torch.as_tensor(index).detach()
+        if index is not None and index.shape != (count,):
+            raise TrueupError(f"index is {tuple(index.shape)}, expected one for each of the {count} rows")
+        told = self._reader.checked(x_t, t, output, target, y)
         self._indexed = self._indexed and index is not None
-        if index is not None and index.shape != (len(x_t),):
-            raise TrueupError(f"index is {tuple(index.shape)}, expected one for each of the {len(x_t)} rows")
-        with torch.autocast(x_t.device.type, enabled=False):
-            rows = self._reader.read(x_t, t, output, target, y)
-            self._step()
+        self._step()
+        cell = self._dealt(count, device) if index is None else None
+        batch = (*told, index, cell)
+        self.rows += count
+        if not _gathers(device):
+            self._count(batch, self._weight)
+            return
+        if self._waiting and [p is None for p in batch] != [p is None for p in self._waiting[0][0]]:
+            self._settle()
+        # Copies, since a loop may write into its tensors again.
+        copies = tuple(None if part is None else part.clone() for part in batch)
+        self._waiting.append((copies, self._weight))
+        held = sum(part.nbytes for of, _ in self._waiting for part in of if part is not None)
+        if len(self._waiting) >= _TOGETHER or held >= _HELD:
+            self._settle()
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Count the batches that wait."""
+        if not self._waiting:
+            return
+        batches, weights = zip(*self._waiting, strict=True)
+        self._waiting = []
+        parts: tuple[Any, ...] = tuple(
+            None if same[0] is None else torch.cat([part.to(same[0].device) for part in same])
+            for same in zip(*batches, strict=True)
+        )
+        rows = torch.tensor([len(batch[0]) for batch in batches])
+        weight = torch.tensor(weights, dtype=torch.float64).repeat_interleave(rows)
+        self._count(parts, weight.to(home(parts[0].device), non_blocking=True))
+
+    def _count(self, batch: tuple[Any, ...], weight: Tensor | float) -> None:
+        """Add rows to the sums: x_t, t, output, target, y, index and cell, of which one is None."""
+        *told, index, cell = batch
+        device = home(told[0].device)
+        with torch.autocast(told[0].device.type, enabled=False):
+            rows = self._reader.read(*told)
             if self._sums.first.device != device:
                 self._sums, self._strays = self._sums.to(device), self._strays.to(device)
             self._strays += rows.strays
-            cell = self._dealt(len(x_t), device) if index is None else self._folds(index.to(device))
+            cell = self._folds(index.to(device)) if cell is None else cell
             if rows.position is not None:
                 cell = rows.position * self._sums.folds + cell
             vectors = (rows.eps_hat, rows.eps, rows.u)
             # Where the cell is known, nobody asks for the index.
-            self._sums.add(rows.level, cell, *vectors, cell=cell, weight=self._weight * rows.used)
-            self._sums.add_samples(cell, rows.x0, None, cell=cell, weight=self._weight * rows.share)
-        self.rows += len(x_t)
+            self._sums.add(rows.level, cell, *vectors, cell=cell, weight=weight * rows.used)
+            self._sums.add_samples(cell, rows.x0, None, cell=cell, weight=weight * rows.share)
 
     def _folds(self, key: Tensor) -> Tensor:
         return fold_of(key.to(torch.int64), self._sums.folds)
@@ -219,6 +258,7 @@ class Recorder:
         The data's own sums are scaled to as many rows as the level with the fewest has: their mean is then
         no control (equation 16), whose error all folds would share and none could see.
         """
+        self._settle()
         self._reader.refuse(self._strays)
         now = _at_weight_one(self)._sums.to("cpu")
         rows = now.pooled().rows[0]  # (F, L)
@@ -258,6 +298,7 @@ class Recorder:
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of classes, which are no part of it
+            self._settle()
             known = self.rows > 0 and bool(self._sums.rows.any())
             return self.calibration().uncalibration if known else Number(math.nan)
 
@@ -294,6 +335,7 @@ class Recorder:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, for `torch.save` beside the optimizer's."""
+        self._settle()
         return {
             "model": self._settings(),
             "sums": {name: getattr(self._sums, name).clone() for name in SUMS},
@@ -315,7 +357,7 @@ class Recorder:
         wrong = [name for name in SUMS if found[name].shape != getattr(self._sums, name).shape]
         if wrong:
             raise MismatchError(f"the sums of this state are of another size ({wrong[0]})")
-        self._sums, self._strays = replace(self._sums, **found), strays
+        self._sums, self._strays, self._waiting = replace(self._sums, **found), strays, []
         self.steps, self.rows, self._weight, self._indexed = steps, rows, weight, indexed
 
     def merge(self, other: Recorder) -> Recorder:
@@ -364,6 +406,7 @@ class Recorder:
 
 def _at_weight_one(recorder: Recorder) -> Recorder:
     """A copy in which a row of the last step counts once."""
+    recorder._settle()
     made = copy.copy(recorder)
     made._sums, made._strays = _copied(recorder._sums), recorder._strays.clone()
     made._rebase()
@@ -378,6 +421,10 @@ def _binding(classes: Sequence[int], told: tuple[float, float]) -> Binding:
     """Of a network that is called as network(x_t, t, y), as far as anybody knows."""
     x, t, y = (Place(position, None) for position in range(3))
     return Binding(x, t, y if classes else None, *told)
+
+
+def _gathers(device: torch.device) -> bool:
+    return device.type != "cpu"
 
 
 def _rank() -> int:

@@ -72,10 +72,8 @@ class Reader:
 
     def read(self, x_t: Tensor, t: Tensor | float, output: Any, target: Tensor, y: Tensor | None) -> Rows:
         """Rows of a batch; what is wrong in values that are on a device is counted, not looked at."""
-        x_t, output, target = (v.detach() for v in (x_t, prediction(output), target))
-        count, device = len(x_t), home(x_t.device)
-        output = self._checked(x_t, output, target)
-        times = self._times(t, count)
+        x_t, times, output, target, y = self.checked(x_t, t, output, target, y)
+        count, device, times = len(x_t), home(x_t.device), self._of_process(times)
         table, lam, classes = self._on(device)
         times = times.to(device, torch.float64, non_blocking=True)
         process = self.model.process
@@ -100,7 +98,11 @@ class Reader:
         level, share = named["level"].long(), named["share"] * used
         return Rows(times, level, position, used.to(share), share, eps_hat, eps, u, x0, strays)
 
-    def _checked(self, x_t: Tensor, output: Tensor, target: Tensor) -> Tensor:
+    def checked(
+        self, x_t: Tensor, t: Tensor | float, output: Any, target: Tensor, y: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """A batch without gradients, with a time and, by class, a label for each row; or why it is none."""
+        x_t, output, target = (v.detach() for v in (x_t, prediction(output), target))
         shape, channels = self.model.shape, self.model.shape[0]
         if x_t.shape[1:] != shape:
             raise DataError(f"x_t is {tuple(x_t.shape)}, expected (batch, {', '.join(map(str, shape))})")
@@ -109,36 +111,46 @@ class Reader:
         for name, value in (("output", output), ("target", target)):
             if value.shape != x_t.shape:
                 raise DataError(f"{name} is {tuple(value.shape)} and x_t {tuple(x_t.shape)}: they must agree")
-        return output
+        return x_t, self._times(t, len(x_t)), output, target, self._labels(y, len(x_t))
 
     def _times(self, t: Tensor | float, count: int) -> Tensor:
-        times, (scale, offset) = torch.as_tensor(t).detach(), self.model.process.told
-        times = times if scale == 1.0 and not offset else (times - offset) / scale
+        times = torch.as_tensor(t).detach()
         if times.numel() not in (1, count) or times.ndim > 1:
             raise DataError(f"t is {tuple(times.shape)}, expected a time for each of the {count} rows")
-        if times.device.type == "cpu" and not self._inside(times).all():
+        if times.device.type == "cpu" and not self._inside(self._of_process(times)).all():
             self.refuse(torch.tensor([1, 0]))
         return times.expand(count)
+
+    def _of_process(self, times: Tensor) -> Tensor:
+        """Times that the network was told, as the process counts them."""
+        scale, offset = self.model.process.told
+        return times if scale == 1.0 and not offset else (times - offset) / scale
 
     def _inside(self, times: Tensor) -> Tensor:
         """Whether each is a time of the process."""
         inside = (times >= self.ends[0]) & (times <= self.ends[1])
         return inside & (times == times.round()) if self.model.process.integer_times else inside
 
-    def _position(self, y: Tensor | None, count: int, classes: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The place of each label among the classes, and whether it has one."""
+    def _labels(self, y: Any, count: int) -> Tensor | None:
+        """One of each row, where sums are kept by class."""
         if not self.classes:
-            return None, torch.ones(count, dtype=torch.bool, device=classes.device)
+            return None
         if y is None:
             raise DataError("these sums are kept by class: every row needs its label, y=")
         labels = torch.as_tensor(y).detach()
         if labels.shape != (count,):
             raise DataError(f"y is {tuple(labels.shape)}, expected a label for each of the {count} rows")
-        same = labels.to(classes.device, non_blocking=True)[:, None] == classes  # (B, G)
-        known = same.any(1)
-        if labels.device.type == "cpu" and not known.all():
+        if labels.device.type == "cpu" and not torch.isin(labels, torch.tensor(self.classes)).all():
             self.refuse(torch.tensor([0, 1]))
-        return same.int().argmax(1), known
+        return labels
+
+    def _position(self, y: Tensor | None, count: int, classes: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The place of each label among the classes, and whether it has one."""
+        labels = self._labels(y, count)
+        if labels is None:
+            return None, torch.ones(count, dtype=torch.bool, device=classes.device)
+        same = labels.to(classes.device, non_blocking=True)[:, None] == classes  # (B, G)
+        return same.int().argmax(1), same.any(1)
 
     def position(self, y: Tensor, count: int, device: torch.device) -> Tensor | None:
         """The place of each label among the classes."""
