@@ -27,6 +27,12 @@ def run(*command, **kwargs):
     return done.stdout
 
 
+def files(folder, root):
+    """Names of the files under a folder, but for what Python keeps beside them."""
+    found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(root).as_posix() for path in found}
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """The sdist, and the wheel made of that sdist, by the backend that is installed."""
@@ -65,8 +71,7 @@ def installed(built, tmp_path_factory):
 def test_the_wheel_has_the_package_and_nothing_else(built):
     with zipfile.ZipFile(built[0]) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    files = (path for path in (SRC / "trueup").rglob("*") if path.is_file() and path.suffix != ".pyc")
-    assert names == {path.relative_to(SRC).as_posix() for path in files}
+    assert names == files(SRC / "trueup", SRC)
     assert {"trueup/py.typed", "trueup/bundled/images.npy", "trueup/bundled/LICENSE"} <= names
     assert built[0].stat().st_size < 10e6
 
@@ -75,8 +80,7 @@ def test_the_sdist_has_what_its_tests_need(built):
     with tarfile.open(built[1]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     for folder in ("tests", "docs", "benchmarks", "examples", "integrations", ".github"):
-        files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix != ".pyc")
-        assert {path.relative_to(ROOT).as_posix() for path in files} <= names
+        assert files(ROOT / folder, ROOT) <= names
     assert {
         "Makefile",
         "constraints.txt",
