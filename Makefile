@@ -1,18 +1,25 @@
-# `make test` and `make demo` set up everything they need, from nothing.
+# `make test`, `make demo` and `make docs` set up everything they need, from nothing. On Windows run them from Git Bash.
+ifeq ($(OS),Windows_NT)
+PYTHON ?= python
+SCRIPTS := Scripts
+else
 PYTHON ?= python3
+SCRIPTS := bin
+endif
 VENV ?= .venv
-BIN := $(VENV)/bin
+BIN := $(VENV)/$(SCRIPTS)
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup test lint demo clean
+.PHONY: setup test lint docs dist demo clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(PIP) torch
+	$(PIP) -e '.[test]'
 	touch $@
 
 lint: $(STAMP)
@@ -23,8 +30,15 @@ lint: $(STAMP)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
+docs: $(STAMP)
+	$(BIN)/zensical build --clean --strict
+
+dist: $(STAMP)
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+
 demo: $(STAMP)
 	$(BIN)/trueup demo --out out
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .cache build dist site

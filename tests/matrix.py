@@ -160,11 +160,13 @@ and this page is written from them (`python tests/matrix.py`). A pipeline's netw
 calls it: `trueup` listens to a few of its steps, and finds where x_t and the time are, how latents are
 packed, which way time runs, and what the network is told.
 
-    photos, prompts = trueup.Images("photos", captions="captions.csv"), ["a cat", "a red house"]
-    cal = trueup.calibrate(pipe, photos, nfe=8, labels=prompts, guidance=7.5)
-    trueup.attach(pipe, cal)
-    pipe.scheduler = cal.scheduler(nfe=8, guidance=7.5)
-    pipe("a red house", num_inference_steps=8, guidance_scale=7.5)
+```py
+photos, prompts = trueup.Images("photos", captions="captions.csv"), ["a cat", "a red house"]
+cal = trueup.calibrate(pipe, photos, nfe=8, labels=prompts, guidance=7.5)
+trueup.attach(pipe, cal)
+pipe.scheduler = cal.scheduler(nfe=8, guidance=7.5)
+pipe("a red house", num_inference_steps=8, guidance_scale=7.5)
+```
 
 A solver is for the guidance it was fitted with. [The guide](guide.md#text-to-image) has the command line.
 

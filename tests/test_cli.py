@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shlex
 import shutil
 import signal
@@ -126,6 +125,7 @@ def test_more_images_are_added_without_redoing_the_first(model, images, tmp_path
     refused(trueup_command(*base, "-o", out, "--images", 30, "--force"), "measured 40 images already")
 
 
+signals = pytest.mark.skipif(os.name == "nt", reason="needs the signals of Unix")
 STOPPED = """
 import os, signal, sys
 from trueup.cli import main
@@ -154,6 +154,7 @@ def stopped(name, *arguments):
     )
 
 
+@signals
 def test_a_killed_run_goes_on_and_ends_the_same(model, images, tmp_path):
     out, whole = tmp_path / "x", tmp_path / "whole"
     base = ("calibrate", model, "--data", images, "--trust", "--quiet", "--batch-size", 4, "--no-samples")
@@ -169,6 +170,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(model, images, tmp_path):
     assert out.read_bytes() == whole.read_bytes()
 
 
+@signals
 def test_ctrl_c_says_how_to_go_on(model, images, tmp_path):
     out = tmp_path / "x"
     command = ["calibrate", model, "--data", images, "--trust", "--batch-size", 4, "-o", out]
@@ -310,7 +312,10 @@ def test_an_existing_output_is_kept(calibrate, images, tmp_path):
     assert (tmp_path / "x").read_text() == "precious"
 
 
+@signals
 def test_places_that_cannot_be_written(model, images, tmp_path):
+    import resource  # not on Windows
+
     base = ("calibrate", model, "--data", images, "--trust", "--quiet", "-o")
     refused(trueup_command(*base, "/proc/x"), "/proc/x")
     refused(trueup_command(*base, tmp_path / "nowhere" / "x"), "nowhere", "not a directory")

@@ -29,8 +29,10 @@ def unwrapped(network: Any) -> Any:
 
 def prediction(raw: Any) -> Tensor:
     """The tensor inside whatever a network returns: itself, `.sample`, or the first of a tuple."""
+    if isinstance(raw, Tensor):  # torch 2.4 cannot compile the question whether a tensor has a `.sample`
+        return raw
     first = raw[0] if isinstance(raw, (tuple, list)) and raw else None
-    for found in (raw, getattr(raw, "sample", None), first):
+    for found in (getattr(raw, "sample", None), first):
         if isinstance(found, Tensor):
             return found
     raise ModelError(
