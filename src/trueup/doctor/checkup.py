@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from trueup.denoiser import Denoiser
@@ -11,7 +11,7 @@ from trueup.doctor.finding import CAUSES, Checkup, Finding, percent
 from trueup.doctor.maps import drift, grid, leak
 from trueup.doctor.parts import Part, Parts
 from trueup.doctor.probes import Modes, modes, signs
-from trueup.errors import ModelError, TrueupError
+from trueup.errors import Argument, ModelError, TrueupError
 from trueup.estimate import Moments, measure
 from trueup.estimate.diagnose import IMAGES as FIRST
 from trueup.estimate.diagnose import Diagnosis, look
@@ -24,7 +24,7 @@ FEWEST = 8  # images of which residuals are looked at one by one
 WORTH = 1e-3  # of the loss where there is more data than noise: less is no reason to average weights anew
 LEAK = 0.01  # nats a coefficient: brightness off by a tenth in contrast
 _LOSS = "of the loss"
-_COLOURS = ("red", "green", "blue")
+_COLOURS = ("red ", "green ", "blue ")
 
 
 def check(
@@ -34,13 +34,14 @@ def check(
     moments: Moments | None = None,
     use: Diagnosis | None = None,
     seed: int = 0,
+    phrase: Callable[[Argument], str] = str,
     progress: bool | None = None,
 ) -> Checkup:
     """Say what kind of miss a network has, its likely cause and what to do: see docs/doctor.md.
 
     model, data: as in `trueup.calibrate`, of which 100 images are measured if nothing is said. moments: what
     was measured before, by `trueup.estimate.measure`, and need not be again. use: what
-    `trueup.estimate.diagnose.look` found, likewise.
+    `trueup.estimate.diagnose.look` found, likewise. phrase: how advice calls arguments.
     """
     denoiser = as_denoiser(model)
     denoiser.check_bare()
@@ -55,7 +56,7 @@ def check(
     notes: list[str] = []
     batch = samples.first(FIRST)
     if use.problem is not None:
-        findings.append(_misuse(use.problem, use.score))
+        findings.append(_misuse(use.problem, use.score, phrase))
     measured_so = True  # whether what was measured is the network's own
     few = None
     if batch is None or (denoiser.conditional and batch.y is None):
@@ -85,9 +86,9 @@ def _order(finding: Finding) -> tuple[int, float]:
     return place, -(0.0 if math.isnan(finding.share.value) else float(finding.share.value))
 
 
-def _misuse(problem: ModelError, score: float) -> Finding:
-    advice = problem.advice.format(*map(str, problem.arguments)) if problem.advice else "use it as it was trained"
-    return Finding("misuse", problem.problem, advice, Number(score), "loss, of a linear filter's")
+def _misuse(problem: ModelError, score: float, phrase: Callable[[Argument], str]) -> Finding:
+    advice = problem.advice.format(*map(phrase, problem.arguments))
+    return Finding("misuse", problem.problem, advice, Number(score), "of a linear filter's loss")
 
 
 def _of_modes(seen: Modes) -> Iterator[Finding]:
@@ -102,8 +103,8 @@ def _of_modes(seen: Modes) -> Iterator[Finding]:
         layers = f"{seen.batch_norms} BatchNorm layers take" if seen.batch_norms else "a layer takes"
         yield Finding(
             "batch-norm",
-            f"what it says of an image changes by {percent(found)} with the others in the batch{where(still)}: "
-            f"{layers} statistics from the batch",
+            f"what it says of an image changes by {percent(found)} with its neighbours in the batch{where(still)}, "
+            f"since {layers} statistics from the batch",
             "call network.eval() before you sample" if not still or seen.batch_norms else "use running statistics",
             found,
             "of the output",
@@ -111,10 +112,10 @@ def _of_modes(seen: Modes) -> Iterator[Finding]:
     if seen.evaluated.random or seen.given.random:
         still = seen.evaluated.random
         found = (seen.evaluated if still else seen.given).again
-        layers = f"{seen.dropouts} dropout layers are on" if seen.dropouts else "dropout, or another draw, is on"
+        layers = f"{seen.dropouts} dropout layers are on" if seen.dropouts else "dropout or another draw is on"
         yield Finding(
             "dropout",
-            f"the same input twice gives outputs {percent(found)} apart{where(still)}: {layers}",
+            f"the same input twice gives outputs {percent(found)} apart{where(still)}, since {layers}",
             "call network.eval() before you sample" if not still or seen.dropouts else "turn it off",
             found,
             "of the output",
@@ -149,9 +150,9 @@ def _of_parts(parts: Parts, few: str | None) -> tuple[list[Finding], dict[str, f
         advice = "likely the rounding: calibrate it as it is, or keep the first and last layers finer"
         return [Finding("quantised", said, advice, whole, _LOSS, whole)], limits
     if _everywhere(parts):
-        symptom = next((f"; {f.sentence}" for f in findings if f.kind == "drift"), "")
-        said = f"it misses at all noise levels and in every way, by {percent(whole)} of the loss{symptom}"
-        advice = "weights that are not averaged, or not trained to the end: average over more steps (EMA)"
+        symptom = next((f" ({f.sentence})" for f in findings if f.kind == "drift"), "")
+        said = f"misses of every kind at all noise levels are {percent(whole)} of the loss{symptom}"
+        advice = "average weights over more steps (EMA), or train longer: these are not at a minimum"
         return [Finding("unconverged", said, advice, whole, _LOSS, whole)], limits
     return findings, limits
 
@@ -196,10 +197,10 @@ def _symptom(kind: str, part: Part, parts: Parts) -> Finding:
     ends = drift(parts)
     mean, spread = ends.widest()
     colours = _COLOURS if len(ends.mean) == 3 and parts.moments.provenance.get("data_range") else None
-    by = [f"{f'{colours[c]} ' if colours else ''}{n.value:+.2g} ± {n.reach:.1g}" for c, n in enumerate(ends.mean)]
-    what = "colour" if colours else "brightness"
-    text = f"{what} drifts by {', '.join(by)}, and varies {spread.value:.2g} ± {spread.reach:.1g} times as much"
-    text += f" as in the data, by the end of sampling ({said} of the loss, {where})"
+    names = ("",) * len(ends.mean) if colours is None else colours
+    by = [f"{name}{n.value:+.2g} ± {n.reach:.1g}" for name, n in zip(names, ends.mean, strict=True)]
+    what = "brightness" if colours is None else "colour"
+    text = f"{what} of samples drifts by {', '.join(by)}, its spread by x{spread.value:.2g} ± {spread.reach:.1g}"
     surer = abs(mean.value) / max(mean.error, 1e-300) >= abs(math.log(spread.value)) / max(spread.error, 1e-300)
     number, unit = (mean, "units of the data") if surer else (spread, "times the data's")
     return Finding(kind, text, "calibrating corrects it", number, unit, part.share)
@@ -219,10 +220,10 @@ def _median(denoiser: Denoiser, batch: Batch, own: list[Finding]) -> list[Findin
         return own
     most = max(own, key=lambda finding: finding.share.value).share
     text = (
-        f"signs of its errors balance ({percent(found.balance)}) where their mean does not, and would not "
-        f"({percent(found.righted)}) if it did: it predicts medians, as training with an L1 loss makes it"
+        f"it predicts medians, not means: {percent(found.balance)} more errors above zero than below, and "
+        f"{percent(found.righted)} were their mean zero"
     )
-    advice = "train with the squared error; calibrating brings the mean back, as far as it is linear"
+    advice = "it was trained with an L1 loss: train with squares; calibrating corrects what is linear of it"
     finding = Finding("l1", text, advice, found.righted, "more above than below", most)
     return [finding, *(f for f in own if f.kind == "patch-grid")]
 
@@ -232,12 +233,11 @@ def _terminal(parts: Parts, denoiser: Denoiser) -> Iterator[Finding]:
     found = leak(parts, denoiser.process)
     if found.nats.low > LEAK:
         text = (
-            f"the last state still holds the data (alpha {found.alpha:.2g}, SNR {found.snr:.2g}), and samples start "
-            f"from noise alone: for that their brightness is off by {found.mean:+.2g} and varies "
-            f"{found.spread:.2g} times as much ({found.nats} nats)"
+            f"the noisiest state still holds {found.alpha:.2g} of the data (SNR {found.snr:.2g}) and samples start "
+            f"without: brightness is off by {found.mean:+.2g}, its spread by x{found.spread:.2g} ({found.nats} nats)"
         )
         advice = (
-            "train with betas rescaled to zero terminal SNR, or start from noise + alpha times the data's mean; "
-            "no correction of the network can"
+            "train with betas of zero terminal SNR, or start from the data's mean in that state; a calibration "
+            "cannot correct it"
         )
         yield Finding("terminal-snr", text, advice, found.nats, "nats a coefficient")

@@ -27,7 +27,7 @@ class Finding:
 
     def line(self) -> str:
         """As it is printed."""
-        return f"{self.sentence}: {self.advice}"
+        return f"{self.kind}: {self.sentence}" + (f"; {self.advice}" if self.advice else "")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values; what is not known is null."""
@@ -61,7 +61,7 @@ class Checkup:
     def lines(self) -> list[str]:
         """A line for each finding; or that there are none, and how small a miss would have shown."""
         if self.findings:
-            return [f"{finding.kind}: {finding.line()}" for finding in self.findings] + self.notes
+            return [*(finding.line() for finding in self.findings), *self.notes]
         known = [f"{kind} of {_percent(limit)}" for kind, limit in self.limits.items() if limit < math.inf]
         if not known:
             return [f"not enough images ({self.images}) to say that it is healthy: use 20 or more", *self.notes]

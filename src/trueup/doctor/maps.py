@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trueup.bands import band_variance
-from trueup.doctor.parts import SURE, Parts
+from trueup.doctor.parts import NEGLIGIBLE, SURE, Parts
 from trueup.estimate.regress import slopes
 from trueup.process import NoiseProcess
 from trueup.statistics import Number, mean_and_error, squared_norm, student_quantile, trapezoid_weights
@@ -59,7 +59,7 @@ def grid(parts: Parts) -> Grid | None:
         gram = torch.einsum("l,k,flck,glck->fg", level, weights, z.conj(), z + 0).real
         share = squared_norm(gram, average)[()]
         freedom = count * moments.shape[0]  # at least: levels have noise of their own
-        made.append(Grid(p, share, _chi_square(freedom, folds) * share.error))
+        made.append(Grid(p, share, max(NEGLIGIBLE, _chi_square(freedom, folds) * share.error)))
     found = [g for g in made if g.found]
     if not found:
         return min(made, key=lambda g: g.least)

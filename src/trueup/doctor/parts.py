@@ -24,6 +24,7 @@ from trueup.estimate.regress import Centred, slopes
 from trueup.estimate.solve import PAIRED_FOLDS, estimate, known_residual, prepared, shrinkage
 from trueup.statistics import Number, effective_folds, mean_and_error, threshold
 
+NEGLIGIBLE = 1e-4  # share of the loss that nobody need know of
 SURE = 4.0  # normal standard errors before anything is called found: 1 in 16,000 by chance
 
 
@@ -43,7 +44,7 @@ class Part:
     @property
     def least(self) -> float:
         """The smallest share that would have been called found."""
-        return threshold(SURE, int(self.folds)) * float(self.share.error)
+        return max(NEGLIGIBLE, threshold(SURE, int(self.folds)) * float(self.share.error))
 
 
 class Parts:
