@@ -13,7 +13,7 @@ from trueup.bands import band_variance
 from trueup.doctor.parts import NEGLIGIBLE, SURE, Parts
 from trueup.estimate.regress import slopes
 from trueup.process import NoiseProcess
-from trueup.statistics import Number, mean_and_error, squared_norm, student_quantile, trapezoid_weights
+from trueup.statistics import Number, mean_and_error, squared_norm, threshold, trapezoid_weights
 
 FEWEST_PATCHES = 4  # along an axis: with fewer a period is not told from what is smooth
 MOST_OF_IT = 0.8  # of the energy at the multiples of a period, for a shorter one to be the period
@@ -55,11 +55,15 @@ def grid(parts: Parts) -> Grid | None:
     level = (average.sum().square() - average.square().sum()) / pairs / parts.loss / moments.levels  # (L,)
     made = []
     for p in periods:
-        weights, count = _comb(spatial, p)
-        gram = torch.einsum("l,k,flck,glck->fg", level, weights, z.conj(), z + 0).real
-        share = squared_norm(gram, average)[()]
-        freedom = count * moments.shape[0]  # at least: levels have noise of their own
-        made.append(Grid(p, share, max(NEGLIGIBLE, _chi_square(freedom, folds) * share.error)))
+        at, beside, count = _comb(spatial, p)
+        share, level_beside = (
+            squared_norm(torch.einsum("l,k,flck,glck->fg", level, w, z.conj(), z).real, average)[()]
+            for w in (at - beside, beside)
+        )
+        # Above what measuring adds, and above what a map without any grid has there by chance.
+        noise = _chi_square(count * moments.shape[0], folds) * share.error
+        chance = _chi_square(count) * math.sqrt(2 / count) * max(level_beside.value, 0.0)
+        made.append(Grid(p, share, max(NEGLIGIBLE, noise + chance)))
     found = [g for g in made if g.found]
     if not found:
         return min(made, key=lambda g: g.least)
@@ -67,27 +71,27 @@ def grid(parts: Parts) -> Grid | None:
     return next(g for g in found if g.share.value >= MOST_OF_IT * most)
 
 
-def _comb(spatial: tuple[int, ...], period: int) -> tuple[Tensor, int]:
-    """Weights of Fourier coefficients (K,): 1 at multiples of a patch's frequency, less what is beside."""
-    weights = torch.zeros(spatial, dtype=torch.float64)
+def _comb(spatial: tuple[int, ...], period: int) -> tuple[Tensor, Tensor, int]:
+    """Weights of Fourier coefficients (K,) at multiples of a patch's frequency, and of those beside them."""
+    at, near = torch.zeros(2, *spatial, dtype=torch.float64)
     steps = [range(0, n, n // period) if n > 1 else range(1) for n in spatial]
     places = [place for place in product(*steps) if any(place)]
     for place in places:
-        weights[place] += 1.0
+        at[place] = 1.0
         moved = [axis for axis, k in enumerate(place) if k]
         for axis, step in product(moved, (-1, 1)):
             beside = list(place)
             beside[axis] = (beside[axis] + step) % spatial[axis]
-            weights[tuple(beside)] -= 0.5 / len(moved)
-    return weights.flatten().to(torch.complex128), len(places)
+            near[tuple(beside)] += 0.5 / len(moved)
+    return at.flatten().to(torch.complex128), near.flatten().to(torch.complex128), len(places)
 
 
-def _chi_square(freedom: int, folds: int) -> float:
-    """How many standard errors above zero a sum of so many squares must be to be as surprising as SURE.
+def _chi_square(freedom: int, folds: int | None = None) -> float:
+    """How many standard errors above its mean a sum of so many squares is as surprising as SURE.
 
-    Wilson and Hilferty's cube, with Student's quantile for the errors that folds show.
+    Wilson and Hilferty's cube; folds: with Student's quantile, for errors that folds show.
     """
-    z = student_quantile(0.5 * (1 + math.erf(SURE / math.sqrt(2))), folds - 1)
+    z = SURE if folds is None else threshold(SURE, folds)
     cube = 1 - 2 / (9 * freedom) + z * math.sqrt(2 / (9 * freedom))
     return math.sqrt(freedom / 2) * (cube**3 - 1)
 

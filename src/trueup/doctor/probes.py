@@ -124,12 +124,11 @@ def _apart(one: Tensor, other: Tensor) -> Tensor:
 class Signs:
     """How residuals are balanced: their mean, their signs, and their signs once the mean is put right.
 
-    Each is a t statistic for the direction, constant or along what the network takes the data to be, in which
-    the last is largest; `balance` and `righted` are the shares of residuals above zero less those below.
+    For the direction, constant or along what the network takes the data to be, in which the last is surest.
     """
 
-    mean: float
-    balance: Number
+    mean: float  # a t statistic
+    balance: Number  # share of residuals above zero less that of those below
     righted: Number
     images: int
 
@@ -137,9 +136,9 @@ class Signs:
     def median(self) -> bool:
         """Whether the network predicts medians: signs balance as it is, and do not once the mean is right."""
         sure = threshold(SURE, self.images)
-        apart = abs(self.righted.value) - 2 * abs(self.balance.value)
-        error = (self.righted.error**2 + 4 * self.balance.error**2) ** 0.5
-        return abs(self.mean) > sure and apart > sure * error
+        skewed = abs(self.righted.value) > sure * self.righted.error
+        balanced = max(self.balance.high, -self.balance.low) < 0.5 * abs(self.righted.value)
+        return abs(self.mean) > sure and skewed and balanced
 
 
 @torch.no_grad()
