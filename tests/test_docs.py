@@ -16,7 +16,7 @@ from tiny import tiny_unet
 ROOT = Path(__file__).parent.parent
 BLOCKS = {
     f"{name} {k}": code
-    for name in ("README.md", "docs/guide.md", "docs/theory.md", "docs/recording.md")
+    for name in ("README.md", "docs/guide.md", "docs/theory.md", "docs/recording.md", "docs/doctor.md")
     for k, code in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S))
     if "my_module" not in code  # a fragment: it shows where things go
 }

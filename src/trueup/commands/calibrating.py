@@ -231,7 +231,9 @@ def _report(
     brief = f"verdict: {calibration.verdict()}"
     text = brief if options.quiet else as_text(calibration, plain=plain_output())
     if found is not None and not options.quiet:
-        text += "\n\ndiagnosis:\n" + "\n".join(f"  {line}" for line in found.lines())
+        text += "\n\ndiagnosis (shares of the loss are averages over noise levels):\n" + "\n".join(
+            f"  {line}" for line in found.lines()
+        )
     if options.command == "inspect":
         origin = calibration.provenance
         weights = next(iter((origin.get("weights") or {}).values()), "none")

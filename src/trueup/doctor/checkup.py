@@ -51,7 +51,9 @@ def check(
     if moments is None:
         moments = measure(denoiser, samples.images, seed=seed, trust=True, progress=progress)
     if tuple(moments.shape) != denoiser.shape:
-        raise TrueupError(f"these moments are of samples of {tuple(moments.shape)}, the network's are {denoiser.shape}")
+        raise TrueupError(
+            f"these moments are of samples of {tuple(moments.shape)}, the network's are {denoiser.shape}"
+        )
     findings: list[Finding] = []
     notes: list[str] = []
     batch = samples.first(FIRST)
@@ -59,7 +61,7 @@ def check(
         findings.append(_misuse(use.problem, use.score, phrase))
     measured_so = True  # whether what was measured is the network's own
     few = None
-    if batch is None or (denoiser.conditional and batch.y is None):
+    if batch is None:
         notes.append("the network was not called again: images can be read only once")
     else:
         seen = modes(denoiser, batch)
@@ -94,44 +96,44 @@ def _misuse(problem: ModelError, score: float, phrase: Callable[[Argument], str]
 def _of_modes(seen: Modes) -> Iterator[Finding]:
     """Dropout and batch statistics that are on: while measuring, or only as the network was handed over."""
 
-    def where(still: bool) -> str:
-        return "" if still else " in the mode it is in (it was measured in evaluation mode)"
+    def finding(kind: str, said: str, why: str, still: bool, found: Number, always: str) -> Finding:
+        mode = "" if still else ", in the mode it is in (it was measured in evaluation mode)"
+        advice = always if still else "call network.eval() before you sample"
+        return Finding(kind, f"{said}{mode}: {why}", advice, found, "of the output")
 
     if seen.evaluated.mixes or seen.given.mixes:
         still = seen.evaluated.mixes
         found = (seen.evaluated if still else seen.given).neighbours
-        layers = f"{seen.batch_norms} BatchNorm layers take" if seen.batch_norms else "a layer takes"
-        yield Finding(
-            "batch-norm",
-            f"what it says of an image changes by {percent(found)} with its neighbours in the batch{where(still)}, "
-            f"since {layers} statistics from the batch",
-            "call network.eval() before you sample" if not still or seen.batch_norms else "use running statistics",
-            found,
-            "of the output",
-        )
+        said = f"what it says of an image changes by {percent(found)} with the others in the batch"
+        why = f"BatchNorm layers that look at the batch: {seen.batch_norms or 'none found, so a function'}"
+        always = "let them use running statistics, or put what is inside into evaluation mode"
+        yield finding("batch-norm", said, why, still, found, always)
     if seen.evaluated.random or seen.given.random:
         still = seen.evaluated.random
         found = (seen.evaluated if still else seen.given).again
-        layers = f"{seen.dropouts} dropout layers are on" if seen.dropouts else "dropout or another draw is on"
-        yield Finding(
-            "dropout",
-            f"the same input twice gives outputs {percent(found)} apart{where(still)}, since {layers}",
-            "call network.eval() before you sample" if not still or seen.dropouts else "turn it off",
-            found,
-            "of the output",
-        )
+        said = f"the same input twice gives outputs {percent(found)} apart"
+        why = f"dropout layers that are on: {seen.dropouts or 'none found, so a function'}"
+        always = "turn them off, or put what is inside into evaluation mode"
+        yield finding("dropout", said, why, still, found, always)
 
 
 def _of_parts(parts: Parts, few: str | None) -> tuple[list[Finding], dict[str, float]]:
     """What the moments show; and the smallest share of the loss that would have been found, by kind."""
-    beyond, lowest = parts.beyond_lowest, 1 - parts.beyond_lowest
+    lowest, beyond = parts.lowest, 1 - parts.lowest
     of = {
         "constant-map": parts.part({"mean": beyond}),
         "drift": parts.part({"mean": lowest, "response": lowest}),
         "excess-noise": parts.part({"innovation": parts.noise}),
         "contrast": parts.part({"response": beyond, "innovation": 1 - parts.noise}),
     }
-    limits = {kind: part.least for kind, part in of.items()}
+    sizes = parts.moments.bands.sizes.expand_as(lowest[0])  # (C, bands)
+    unknowns = {
+        "constant-map": beyond[0] * sizes,
+        "drift": 2 * lowest[0],
+        "excess-noise": parts.every[0],
+        "contrast": parts.every[0] + beyond[0],
+    }
+    limits = {kind: max(parts.limit(entries), of[kind].least) for kind, entries in unknowns.items()}
     findings = [_symptom(kind, part, parts) for kind, part in of.items() if part.found]
     comb = grid(parts)
     if comb is not None:
@@ -151,7 +153,7 @@ def _of_parts(parts: Parts, few: str | None) -> tuple[list[Finding], dict[str, f
         return [Finding("quantised", said, advice, whole, _LOSS, whole)], limits
     if _everywhere(parts):
         symptom = next((f" ({f.sentence})" for f in findings if f.kind == "drift"), "")
-        said = f"misses of every kind at all noise levels are {percent(whole)} of the loss{symptom}"
+        said = f"misses at all noise levels are {percent(whole)} of the loss{symptom}"
         advice = "average weights over more steps (EMA), or train longer: these are not at a minimum"
         return [Finding("unconverged", said, advice, whole, _LOSS, whole)], limits
     return findings, limits
@@ -166,8 +168,8 @@ def _everywhere(parts: Parts) -> bool:
     high = parts.moments.lam < 0
     halves = []
     for half in (high, ~high):
-        mask = half.double()[:, None, None].expand_as(parts.noise)
-        beyond = mask * parts.beyond_lowest
+        mask = half.double()[:, None, None] * parts.every
+        beyond = mask * (1 - parts.lowest)
         mean, *slopes, noise = (
             parts.part({name: where}, half).found
             for name, where in (
@@ -200,8 +202,12 @@ def _symptom(kind: str, part: Part, parts: Parts) -> Finding:
     names = ("",) * len(ends.mean) if colours is None else colours
     by = [f"{name}{n.value:+.2g} ± {n.reach:.1g}" for name, n in zip(names, ends.mean, strict=True)]
     what = "brightness" if colours is None else "colour"
-    text = f"{what} of samples drifts by {', '.join(by)}, its spread by x{spread.value:.2g} ± {spread.reach:.1g}"
-    surer = abs(mean.value) / max(mean.error, 1e-300) >= abs(math.log(spread.value)) / max(spread.error, 1e-300)
+    text = (
+        f"{what} of samples drifts by {', '.join(by)}, its spread by x{spread.value:.2g} ± {spread.reach:.1g}"
+    )
+    surer = abs(mean.value) / max(mean.error, 1e-300) >= abs(math.log(spread.value)) / max(
+        spread.error, 1e-300
+    )
     number, unit = (mean, "units of the data") if surer else (spread, "times the data's")
     return Finding(kind, text, "calibrating corrects it", number, unit, part.share)
 
@@ -233,11 +239,11 @@ def _terminal(parts: Parts, denoiser: Denoiser) -> Iterator[Finding]:
     found = leak(parts, denoiser.process)
     if found.nats.low > LEAK:
         text = (
-            f"the noisiest state still holds {found.alpha:.2g} of the data (SNR {found.snr:.2g}) and samples start "
-            f"without: brightness is off by {found.mean:+.2g}, its spread by x{found.spread:.2g} ({found.nats} nats)"
+            f"samples start from noise alone, where {found.alpha:.2g} of the data is left "
+            f"(SNR {found.snr:.2g}): "
+            f"brightness is off by {found.mean:+.2g}, its spread by x{found.spread:.2g} ({found.nats} nats)"
         )
         advice = (
-            "train with betas of zero terminal SNR, or start from the data's mean in that state; a calibration "
-            "cannot correct it"
+            "train with betas of zero terminal SNR, or add that much of the data's mean to the first noise"
         )
         yield Finding("terminal-snr", text, advice, found.nats, "nats a coefficient")

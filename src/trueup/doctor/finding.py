@@ -64,7 +64,10 @@ class Checkup:
             return [*(finding.line() for finding in self.findings), *self.notes]
         known = [f"{kind} of {_percent(limit)}" for kind, limit in self.limits.items() if limit < math.inf]
         if not known:
-            return [f"not enough images ({self.images}) to say that it is healthy: use 20 or more", *self.notes]
+            return [
+                f"not enough images ({self.images}) to say that it is healthy: use 20 or more",
+                *self.notes,
+            ]
         seen = f"would have been seen: {', '.join(known)} of the loss"
         return [f"healthy: nothing above noise in {self.images:,} images ({seen})", *self.notes]
 

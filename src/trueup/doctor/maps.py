@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from trueup.bands import band_variance
-from trueup.doctor.parts import NEGLIGIBLE, SURE, Parts
+from trueup.doctor.parts import NEGLIGIBLE, Parts, surprising
 from trueup.estimate.regress import slopes
 from trueup.process import NoiseProcess
-from trueup.statistics import Number, mean_and_error, squared_norm, threshold, trapezoid_weights
+from trueup.statistics import Number, mean_and_error, squared_norm, trapezoid_weights
 
 FEWEST_PATCHES = 4  # along an axis: with fewer a period is not told from what is smooth
+LARGEST_PATCH = 32  # pixels
 MOST_OF_IT = 0.8  # of the energy at the multiples of a period, for a shorter one to be the period
 
 
@@ -41,28 +42,31 @@ def grid(parts: Parts) -> Grid | None:
     """
     moments, rows = parts.moments, parts.rows
     spatial, folds = moments.bands.spatial, moments.folds
-    smallest = min(spatial)
-    periods = [
-        p for p in range(2, smallest // FEWEST_PATCHES + 1) if all(n % p == 0 for n in spatial if n > 1)
-    ]
+    longer = [n for n in spatial if n > 1]
+    most = min(min(longer, default=1) // FEWEST_PATCHES, LARGEST_PATCH)
+    periods = [p for p in range(2, most + 1) if all(n % p == 0 for n in longer)]
     if not periods or folds < 4:
         return None
-    maps = moments.bands.idct(parts.residual.reshape(*parts.residual.shape[:-1], *spatial))  # (F, L, C, ...)
-    axes = tuple(range(3, 3 + len(spatial)))
-    z = torch.fft.fftn(maps, dim=axes, norm="ortho").flatten(3)
+    combs = {p: _comb(spatial, p) for p in periods}
     pairs = (rows.sum(0).square() - rows.square().sum(0)).clamp_min(1e-300)
     average = rows.mean(1)  # (F,)
     level = (average.sum().square() - average.square().sum()) / pairs / parts.loss / moments.levels  # (L,)
+    grams = {p: torch.zeros(2, folds, folds, dtype=torch.float64) for p in periods}
+    for k, weight in enumerate(level):  # one by one: all of them are a lot for large samples
+        maps = moments.bands.idct(parts.residual[:, k].unflatten(-1, spatial))  # (F, C, *spatial)
+        z = torch.fft.fftn(maps, dim=tuple(range(2, maps.ndim)), norm="ortho").flatten(2)
+        for p, (at, beside, _) in combs.items():
+            for gram, w in zip(grams[p], (at - beside, beside), strict=True):
+                gram += (
+                    weight
+                    * torch.einsum("k,fck,gck->fg", w[w != 0], z[..., w != 0].conj(), z[..., w != 0]).real
+                )
     made = []
-    for p in periods:
-        at, beside, count = _comb(spatial, p)
-        share, level_beside = (
-            squared_norm(torch.einsum("l,k,flck,glck->fg", level, w, z.conj(), z).real, average)[()]
-            for w in (at - beside, beside)
-        )
+    for p, (_, _, count) in combs.items():
+        share, level_beside = (squared_norm(gram, average)[()] for gram in grams[p])
         # Above what measuring adds, and above what a map without any grid has there by chance.
-        noise = _chi_square(count * moments.shape[0], folds) * share.error
-        chance = _chi_square(count) * math.sqrt(2 / count) * max(level_beside.value, 0.0)
+        noise = surprising(count * moments.shape[0], folds) * share.error
+        chance = surprising(count) * math.sqrt(2 / count) * max(level_beside.value, 0.0)
         made.append(Grid(p, share, max(NEGLIGIBLE, noise + chance)))
     found = [g for g in made if g.found]
     if not found:
@@ -86,22 +90,12 @@ def _comb(spatial: tuple[int, ...], period: int) -> tuple[Tensor, Tensor, int]:
     return at.flatten().to(torch.complex128), near.flatten().to(torch.complex128), len(places)
 
 
-def _chi_square(freedom: int, folds: int | None = None) -> float:
-    """How many standard errors above its mean a sum of so many squares is as surprising as SURE.
-
-    Wilson and Hilferty's cube; folds: with Student's quantile, for errors that folds show.
-    """
-    z = SURE if folds is None else threshold(SURE, folds)
-    cube = 1 - 2 / (9 * freedom) + z * math.sqrt(2 / (9 * freedom))
-    return math.sqrt(freedom / 2) * (cube**3 - 1)
-
-
 @dataclass(frozen=True)
 class Drift:
     """Where brightness ends up after sampling, were the data Gaussian: by channel."""
 
     mean: list[Number]  # added to it, in the data's units
-    spread: list[Number]  # factor by which its standard deviation is off
+    spread: list[Number]  # factor by which its standard deviation is off; the error is the logarithm's
 
     def widest(self) -> tuple[Number, Number]:
         """The surest of each."""
@@ -114,7 +108,7 @@ class Drift:
 def drift(parts: Parts) -> Drift:
     """What the mean residual and the response at the mean frequency add up to along the probability flow."""
     moments, rows = parts.moments, parts.rows
-    mean, variance, _ = brightness(parts)
+    variance = brightness(parts)[1]
     weights = trapezoid_weights(moments.lam)
     noise = (-moments.lam).exp()  # sigma / alpha
     folds = float(parts.folds.min())
@@ -125,11 +119,10 @@ def drift(parts: Parts) -> Drift:
         kept = (variance[c] / (variance[c] + noise.square())).sqrt()  # of what is added at a level
         value, error = mean_and_error(parts.residual[:, :, c, 0], rows, -weights * noise * kept / pixels)
         means.append(Number.of(float(value), float(error), folds))
-        grown = -float(weights @ on_u.value[:, c, 0])
         scatter = on_u.influence[:, :, c, 0] @ weights  # (F,)
-        error = float((scatter.square().sum() * len(scatter) / max(len(scatter) - 1, 1)).sqrt())
-        of = Number.of(grown, error, folds)
-        spreads.append(Number(math.exp(grown), error, math.exp(of.low), math.exp(of.high)))
+        unsure = float((scatter.square().sum() * len(scatter) / max(len(scatter) - 1, 1)).sqrt())
+        grown = Number.of(-float(weights @ on_u.value[:, c, 0]), unsure, folds)  # of its logarithm
+        spreads.append(Number(math.exp(grown.value), unsure, math.exp(grown.low), math.exp(grown.high)))
     return Drift(means, spreads)
 
 
@@ -156,7 +149,11 @@ class Leak:
 def leak(parts: Parts, process: NoiseProcess) -> Leak:
     """Brightness of x_T as it is and as samplers draw it: a bijection, so that the end differs as much."""
     mean, variance, error = brightness(parts)
-    alpha, sigma, start = float(process.alpha(process.t_max)), float(process.sigma(process.t_max)), process.prior_std
+    alpha, sigma, start = (
+        float(process.alpha(process.t_max)),
+        float(process.sigma(process.t_max)),
+        process.prior_std,
+    )
     power = alpha**2 * variance + sigma**2
     ratio = power / start**2
     offset = alpha * mean / start

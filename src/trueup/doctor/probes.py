@@ -71,7 +71,7 @@ def modes(denoiser: Denoiser, batch: Batch) -> Modes:
 
     def call(x: Tensor, seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return denoiser.predict(x, t, rows.y)[:kept].double().flatten(1).cpu()
+        return denoiser.predict(x, t, rows.y)[:kept].cpu().double().flatten(1)
 
     def mode() -> tuple[Mode, Tensor]:
         # With the same seed dropout drops the same: what then differs is due to the neighbours.
@@ -82,7 +82,6 @@ def modes(denoiser: Denoiser, batch: Batch) -> Modes:
             neighbours = torch.zeros_like(neighbours)
         random = torch.maximum(own, _apart(first, again))
         least = max(LEAST_DIFFERENCE, ROUNDINGS * torch.finfo(denoiser.dtype).eps)
-        least = LEAST_DIFFERENCE if denoiser.dtype in (torch.float32, torch.float64) else least
         return Mode(Number.mean(random), Number.mean(neighbours), least), first
 
     found = [one for one in held(denoiser.network) if isinstance(one, nn.Module)]
@@ -158,8 +157,8 @@ def signs(denoiser: Denoiser, batch: Batch) -> Signs:
             output = denoiser.predict(x_t, t, rows.y)
             alpha, sigma = process.scales(t, output)
             # In eps space, whatever the network predicts: its residual is the same up to a factor.
-            residual = (kind.to_eps(output, x_t, alpha, sigma) - eps).double().flatten(1).cpu()
-            seen = kind.to_x0(output, x_t, alpha, sigma).double().flatten(1).cpu()
+            residual = (kind.to_eps(output, x_t, alpha, sigma) - eps).cpu().double().flatten(1)
+            seen = kind.to_x0(output, x_t, alpha, sigma).cpu().double().flatten(1)
             residual = residual / residual.square().mean().sqrt().clamp_min(1e-300)
             seen = (seen - seen.mean()) / seen.std().clamp_min(1e-300)
             by_direction = []
