@@ -7,10 +7,12 @@ import pytest
 import torch
 
 import trueup
+from trueup import estimate
 from trueup.analytic import GaussianMixture
 from trueup.doctor import KINDS, check
 from trueup.errors import ModelError, TrueupError
 from trueup.estimate.diagnose import Diagnosis
+from trueup.hf import as_denoiser
 from trueup.images import Images
 from trueup.process import VE, ContinuousVP, DiscreteVP, Flow
 
@@ -324,12 +326,26 @@ def test_a_calibrated_network_is_refused():
         check(net, Images(x0))
 
 
-def test_the_command_ends_in_a_diagnosis():
-    base = ("check", "bundled:raw", "--data", "bundled:images", "--images", 40, "--no-samples")
+@pytest.mark.parametrize(("weights", "kind"), [("raw", "unconverged"), ("ema", "excess-noise")])
+def test_weights_that_were_trained(weights, kind):
+    """The last ones of a training, and their average, which only lacks training at high noise."""
+    net, data = as_denoiser(f"bundled:{weights}"), Images("bundled:images", count=40)
+    levels = [0, 10, 60, 200, 400, 600, 800, 900, 999]
+    moments = estimate.measure(net, data, levels=levels, trust=True, progress=False)
+    found = check(net, data, moments=moments, use=FINE)
+    assert kinds(found)[0] == kind
+    assert "EMA" in found.findings[0].advice
+
+
+def test_the_command_ends_in_a_diagnosis(model, images):
+    base = ("check", model, "--data", images, "--no-samples", "--prediction", "data")
     done = trueup_command(*base)
-    assert done.returncode == 0, done.stderr
-    last = done.stdout.split("\ndiagnosis (")[1].split(":\n", 1)[1].splitlines()
-    assert last[0].startswith("  unconverged: misses at all noise levels are ")
-    assert "average weights" in last[0]
-    said = json.loads(trueup_command(*base, "--json").stdout)["diagnosis"]
-    assert [finding["kind"] for finding in said["findings"]] == ["unconverged"]
+    assert done.returncode == 2
+    head, *lines = done.stdout.split("\ndiagnosis ")[1].splitlines()
+    assert head == "(shares of the loss are averages over noise levels):"
+    assert lines[0].startswith("  misuse: ")
+    said = json.loads(trueup_command(*base, "--json").stdout)
+    assert said["diagnosis"]["findings"][0]["kind"] == "misuse"
+    assert said["problem"].startswith(said["diagnosis"]["findings"][0]["sentence"])
+    assert not said["diagnosis"]["healthy"]
+    assert "diagnosis" not in trueup_command(*base, "--quiet").stdout
