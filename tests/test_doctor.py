@@ -326,11 +326,13 @@ def test_a_calibrated_network_is_refused():
         check(net, Images(x0))
 
 
-@pytest.mark.parametrize(("weights", "kind"), [("raw", "unconverged"), ("ema", "excess-noise")])
-def test_weights_that_were_trained(weights, kind):
+@pytest.mark.parametrize(
+    ("weights", "kind", "count", "levels"),
+    [("raw", "unconverged", 40, None), ("ema", "excess-noise", 72, [0, 10, 60, 200, 400, 600, 800, 999])],
+)
+def test_weights_that_were_trained(weights, kind, count, levels):
     """The last ones of a training, and their average, which only lacks training at high noise."""
-    net, data = as_denoiser(f"bundled:{weights}"), Images("bundled:images", count=40)
-    levels = [0, 10, 60, 200, 400, 600, 800, 900, 999]
+    net, data = as_denoiser(f"bundled:{weights}"), Images("bundled:images", count=count)
     moments = estimate.measure(net, data, levels=levels, trust=True, progress=False)
     found = check(net, data, moments=moments, use=FINE)
     assert kinds(found)[0] == kind

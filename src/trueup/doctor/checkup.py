@@ -170,16 +170,9 @@ def _everywhere(parts: Parts) -> bool:
     for half in (high, ~high):
         mask = half.double()[:, None, None] * parts.every
         beyond = mask * (1 - parts.lowest)
-        mean, *slopes, noise = (
-            parts.part({name: where}, half).found
-            for name, where in (
-                ("mean", mask),
-                ("response", beyond),
-                ("innovation", beyond),
-                ("innovation", mask * parts.noise),
-            )
-        )
-        halves.append((mean and any(slopes), noise))
+        kinds = {"mean": mask}, {"response": beyond, "innovation": beyond}, {"innovation": mask * parts.noise}
+        mean, slopes, noise = (parts.part(where, half).found for where in kinds)
+        halves.append((mean and slopes, noise))
     everywhere = any(all(signs) for signs in zip(*halves, strict=True))
     return everywhere and bool(parts.whole(~high).share.value > WORTH)
 
