@@ -16,7 +16,7 @@ ROOMS = (
     {"denoiser", "images", "hf", "analytic"},
     {"calibration"},
     {"estimate", "sampling"},
-    {"fitting", "recording"},
+    {"fitting", "recording", "doctor"},
     {"metrics", "density", "evaluation", "comparison"},
     {"report", "figure", "demo", "typed", "options", "checks", "commands", "cli", "__main__"},
 )

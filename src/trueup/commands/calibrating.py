@@ -13,10 +13,12 @@ from trueup.commands import shared
 from trueup.commands.shared import given, say, show, warn
 from trueup.demo import run as run_demo
 from trueup.denoiser import Denoiser
+from trueup.doctor import Checkup
+from trueup.doctor import check as diagnose
 from trueup.errors import Argument, TrueupError
 from trueup.estimate import Moments, classes_of, fit, measure
 from trueup.estimate import merge as merge_moments
-from trueup.estimate.diagnose import look
+from trueup.estimate.diagnose import Diagnosis, look
 from trueup.figure import check_figure, draw, draw_samplers
 from trueup.fitting import fit_solver, judge, labels_of
 from trueup.fitting import samplers as compare_samplers
@@ -171,7 +173,8 @@ def check(options: argparse.Namespace) -> int:
     if options.figure is not None:
         check_figure(options.figure)
     denoiser = shared.open_model(options)
-    problem = _look_for_mistakes(denoiser, options)
+    use = _look_for_mistakes(denoiser, options)
+    problem = None if use.problem is None else use.problem.phrased(Argument.option)
     moments, data = _measure(denoiser, options, None)
     calibration = fit(moments, family=options.family, estimator=options.estimator)
     if options.judged:
@@ -179,10 +182,12 @@ def check(options: argparse.Namespace) -> int:
         calibration = judge(denoiser, calibration, labels=labels, **given(options, "seed", "progress"))
     if options.figure is not None:
         draw(calibration, options.figure)
+    found = diagnose(denoiser, data, moments=moments, use=use, phrase=Argument.option)
     low = calibration.uncalibration.low
     unknown = options.fail_above is not None and math.isnan(low)
     failed = options.fail_above is not None and low > options.fail_above
-    _report(calibration, options, {"problem": problem, "failed": failed, "skipped": moments.skipped})
+    more = {"problem": problem, "failed": failed, "skipped": moments.skipped, "diagnosis": found.as_dict()}
+    _report(calibration, options, more, found)
     if problem is not None:
         warn(problem)
     elif unknown:
@@ -192,13 +197,13 @@ def check(options: argparse.Namespace) -> int:
     return 2 if problem is not None or unknown else int(failed)
 
 
-def _look_for_mistakes(denoiser: Denoiser, options: argparse.Namespace) -> str | None:
-    """The likeliest way in which the model is used wrongly, or None."""
+def _look_for_mistakes(denoiser: Denoiser, options: argparse.Namespace) -> Diagnosis:
+    """Whether the model is used wrongly."""
     say(options, "looking for the usual mistakes")
     found = look(denoiser, open_images(shared.images_of(options, denoiser), denoiser))
     for hint in found.hints:
         say(options, f"note: {hint}")
-    return None if found.problem is None else found.problem.phrased(Argument.option)
+    return found
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -219,10 +224,16 @@ def demo(options: argparse.Namespace) -> int:
     return 0
 
 
-def _report(calibration: Calibration, options: argparse.Namespace, more: dict[str, Any]) -> None:
-    """The table, the chart and the verdict; or JSON."""
+def _report(
+    calibration: Calibration, options: argparse.Namespace, more: dict[str, Any], found: Checkup | None = None
+) -> None:
+    """The table, the chart, the verdict and the diagnosis there may be; or JSON."""
     brief = f"verdict: {calibration.verdict()}"
     text = brief if options.quiet else as_text(calibration, plain=plain_output())
+    if found is not None and not options.quiet:
+        text += "\n\ndiagnosis (shares of the loss are averages over noise levels):\n" + "\n".join(
+            f"  {line}" for line in found.lines()
+        )
     if options.command == "inspect":
         origin = calibration.provenance
         weights = next(iter((origin.get("weights") or {}).values()), "none")

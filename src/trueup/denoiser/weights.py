@@ -15,6 +15,9 @@ from trueup.denoiser.adapters import adapted_layers, adapters, base_name
 from trueup.denoiser.network import held, unwrapped
 
 _SAMPLED = 4096  # weights hashed per tensor: enough to tell checkpoints apart, quick for billions
+_VALUES = 256  # that 8 bits tell apart
+_TELLS = 4 * _VALUES  # weights, of which floating point ones hardly share values
+_DISTINCT, _ROWS = 2**16, 4  # weights and rows that are looked at
 _WRAPPERS = re.compile(r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")  # of parts of it
 _COARSER = (torch.float32, torch.float16, torch.bfloat16)
 PACKED = frozenset(
@@ -60,6 +63,36 @@ def fingerprint(network: Any) -> dict[str, str]:
         found |= {f"{_name(dtype)}{part}": _hash(tensors, dtype, extra) for dtype in dtypes if tensors}
     packed = [name for name, p in base if p.dtype in PACKED]
     return found | scales | ({QUANTISED: _text_hash(packed)} if packed else {})
+
+
+def few_values(network: nn.Module) -> str | None:
+    """How most weights show that they were quantised, in words: by their dtype, or by taking few values."""
+    found: dict[str, int] = {}
+    total = 0
+    for _, p in _tensors(unwrapped(network)):
+        if p.dim() > 1 and p.numel() >= _TELLS:
+            total += p.numel()
+            how = _name(p.dtype) if p.dtype in PACKED else _levels(p)
+            if how is not None:
+                found[how] = found.get(how, 0) + p.numel()
+    if 2 * sum(found.values()) <= total:
+        return None
+    how = max(found, key=lambda name: found[name])
+    return f"its weights are {how}"
+
+
+def _levels(p: Tensor) -> str | None:
+    """Whether a matrix, or each of its rows, takes no more values than 8 bits tell apart."""
+    if not p.is_floating_point():
+        return None
+
+    def few(values: Tensor) -> bool:
+        return 1 < len(values.float().unique()) <= _VALUES
+
+    rows = p.reshape(len(p), -1)[:_ROWS]
+    by_row = rows.shape[1] >= _TELLS and all(map(few, rows))
+    whole = few(p.reshape(-1)[:: max(1, p.numel() // _DISTINCT)])
+    return f"rounded to {_VALUES} values or fewer" if whole or by_row else None
 
 
 def is_sharded(network: nn.Module) -> bool:

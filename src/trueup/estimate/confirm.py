@@ -42,6 +42,14 @@ def score(moments: Moments, correction: Correction, residual: Tensor | None = No
     `residual` (F, L, C, K), fold sums of the residual less its known-mean controls, may stand in for the
     residual where it meets the constant part: same expectation, less noise.
     """
+    product, square = by_channel(moments, correction, residual)
+    return HeldOut(product.sum(2), square.sum(2))
+
+
+def by_channel(
+    moments: Moments, correction: Correction, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same for each channel, (F, L, C, bands)."""
     moments, bands = moments.pooled(), moments.bands
     b, a = correction.b, correction.a  # (L, C, K), (L, C, bands)
     d = correction.d + a * moments.filter_gain[:, None, None]  # a eps_hat + d u = a departure + this u
@@ -50,8 +58,7 @@ def score(moments: Moments, correction: Correction, residual: Tensor | None = No
     rows = moments.rows[0, :, :, None, None]
     product = bands.sum(b * (r if residual is None else residual)) + a * ro + d * ru
     square = rows * bands.sum(b * b) + a * a * oo + d * d * uu
-    square = square + 2 * (a * bands.sum(b * o) + d * bands.sum(b * u) + a * d * ou)
-    return HeldOut(product.sum(2), square.sum(2))
+    return product, square + 2 * (a * bands.sum(b * o) + d * bands.sum(b * u) + a * d * ou)
 
 
 def cross_validate(moments: Moments, residual: Tensor, fit: Callable[[Moments], Correction]) -> HeldOut:

@@ -32,7 +32,7 @@ def fit_pooled(moments: Moments, *, family: str, estimator: str) -> Calibration:
     check_names(family, estimator)
     if moments.images == 0:
         raise TrueupError("these moments hold no samples")
-    noted, moments = moments, _measured(moments.to("cpu").used()).of_equal_weight()
+    noted, moments = moments, prepared(moments)
     kind, rows = FAMILIES[family], moments.rows[0]  # (F, L)
     folds = (rows > 0).sum(0)  # (L,)
     confirmable = int(folds.min()) >= FEWEST_FOLDS
@@ -117,6 +117,11 @@ def _summed(centred: Centred, mean: Mean) -> Tensor:
 def known_residual(centred: Centred, images: int) -> Tensor:
     """Fold sums of the residual with the least noise, (F, L, C, K)."""
     return _summed(centred, _shift(centred, images))
+
+
+def prepared(moments: Moments) -> Moments:
+    """All classes and only what can be fitted to, of equal weight."""
+    return _measured(moments.to("cpu").used()).of_equal_weight()
 
 
 def _measured(moments: Moments) -> Moments:
