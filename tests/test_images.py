@@ -166,7 +166,7 @@ def test_paths_that_hold_no_images_are_refused(tmp_path):
         Samples(tmp_path / "nowhere", (3, 6, 5), PIXELS)
     with pytest.raises(DataError, match=r"nowhere\.npy is not there: pass a folder"):
         Samples(tmp_path / "nowhere.npy", (3, 6, 5), PIXELS)
-    with pytest.raises(DataError, match=r"notes\.txt is not a folder, \.npy or \.npz"):
+    with pytest.raises(DataError, match=r"notes\.txt is not a folder, \.npy, \.npz or \.tar"):
         Samples(tmp_path / "notes.txt", (3, 6, 5), PIXELS)
 
 
