@@ -48,8 +48,9 @@ def check(options: argparse.Namespace) -> None:
     for path in getattr(options, "files", ()):
         if not path.is_file():
             raise TrueupError(f"{path} is not a file that `trueup calibrate --shard` wrote")
-    if getattr(options, "data", None) is not None and not bundled(options.data).exists():
-        raise DataError(f"{options.data} is not there: name a folder of images, a .npy or an .npz file")
+    data = getattr(options, "data", None)
+    if data is not None and not any(c in data for c in "{*?") and not bundled(data).exists():
+        raise DataError(f"{data} is not there: name a folder of images, tar shards, a .npy or an .npz file")
     if hasattr(options, "model") and (code := typed.code(options.model)) is not None:
         if not code[0].is_file():
             raise ModelError(f"{code[0]} is not there: {options.model} names code to run")

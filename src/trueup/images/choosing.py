@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import closing
 from typing import Any, NamedTuple
 
 from trueup.errors import DataError
@@ -21,7 +22,7 @@ _LOOKED_AT = 16  # of a stream's samples that are done, to see that they are wha
 class _Said(NamedTuple):
     """What a rank tells the others of an image."""
 
-    index: int
+    number: int
     digest: int
     problem: str | None
     where: str
@@ -42,6 +43,11 @@ class Choosing:
         self.walked = 0  # a digest of all samples that the last `batches` went past, done or not
 
     @property
+    def eight_bit(self) -> bool | None:
+        """What the samples read so far were, before scaling, where all must be of one kind."""
+        return self.in_order.eight_bit
+
+    @property
     def signed(self) -> bool:
         """Whether float samples have shown that they use the model's range."""
         return self.in_order.signed
@@ -59,7 +65,7 @@ class Choosing:
         mine: Callable[[int], bool] = lambda _: True,
         keep_done: bool = False,
         check: Collection[int] = (),
-    ) -> Iterator[Outcome]:
+    ) -> Generator[Outcome]:
         """What was read, in order: what is not done and, by its place among that, is `mine`.
 
         keep_done: what is done is passed on, unread, as None. check: done, but read all the same.
@@ -75,7 +81,7 @@ class Choosing:
         unique: bool,
         share: tuple[int, int],
         check: Collection[int],
-    ) -> Iterator[Row]:
+    ) -> Generator[Row]:
         """Rows to use, by a process that reads everything itself; share: every so-many-th of them."""
         left = self.images.count if self.images.count is not None else math.inf
         # Who has a share counts what others use, and what is done, on the way.
@@ -84,40 +90,40 @@ class Choosing:
         seen = known | (set(skip.values()) if unique and isinstance(skip, Mapping) else set())
         position, self.walked = 0, 0
         how: dict[str, Any] = {"keep_done": share[1] > 1, "check": check}
-        outcomes = self._outcomes(skip, lambda: left, size, **how) if left > 0 else iter(())
-        for _, index, row in outcomes:
-            done, digest = index + self.images.offset in skip, 0
-            if done and isinstance(skip, Mapping):
-                digest = skip[index + self.images.offset]
-            if isinstance(row, DataError):
-                self._left_out(row)
-                continue
-            if row is not None:
-                try:
-                    self._look(row.eight_bit, row.span, row.where)
-                except DataError as error:
-                    self._left_out(error)
+        with closing(self._outcomes(skip, lambda: left, size, **how)) as outcomes:
+            for _, index, row in outcomes if left > 0 else ():
+                done, digest = index + self.images.offset in skip, 0
+                if done and isinstance(skip, Mapping):
+                    digest = skip[index + self.images.offset]
+                if isinstance(row, DataError):
+                    self._left_out(row)
                     continue
-                if done and row.digest != digest:
-                    raise DataError(f"sample {index} of {self.name} is not what it was before")
-                digest = row.digest
-            if done and share[1] == 1:
-                continue
-            if not done and self._seen(digest, known, seen):
-                continue
-            if unique:
-                seen.add(digest)
-            left -= 1
-            position += 1
-            self.walked = mix(self.walked ^ mix(index) ^ digest)
-            if not done and row is not None and (position - 1) % share[1] == share[0] - 1:
-                yield row
-            if left <= 0:
-                break
+                if row is not None:
+                    try:
+                        self._look(row.eight_bit, row.span, row.where)
+                    except DataError as error:
+                        self._left_out(error)
+                        continue
+                    if done and row.digest != digest:
+                        raise DataError(f"sample {index} of {self.name} is not what it was before")
+                    digest = row.digest
+                if done and share[1] == 1:
+                    continue
+                if not done and self._seen(digest, known, seen):
+                    continue
+                if unique:
+                    seen.add(digest)
+                left -= 1
+                position += 1
+                self.walked = mix(self.walked ^ mix(index) ^ digest)
+                if not done and row is not None and (position - 1) % share[1] == share[0] - 1:
+                    yield row
+                if left <= 0:
+                    break
 
     def _together(
         self, size: int, skip: Mapping[int, int], share: tuple[int, int], meet: Meet, check: Collection[int]
-    ) -> Iterator[Row]:
+    ) -> Generator[Row]:
         """Rows to use, each read by one rank alone: ranks tell each other digests, and choose alike.
 
         Images that are not done are dealt in blocks of `size`; which occur twice is known before they are
@@ -137,58 +143,60 @@ class Choosing:
                 return places
             return places // cycle * size + min(max(places % cycle - (rank - 1) * size, 0), size)
 
-        outcomes = self._outcomes(
-            done,
-            lambda: own(start + left) - taken,
-            size,
-            mine=lambda place: place // size % ranks == rank - 1,
-            check=check,
-        )
+        def wanted() -> float:
+            return own(start + left) - taken
+
+        def mine(place: int) -> bool:
+            return place // size % ranks == rank - 1
+
         together = size * max(1, min(_IN_A_ROUND, _ROUND_VALUES // math.prod(self.shape)) // size)
-        while left > 0:
-            stop = start + min(together * ranks, left)
-            rows: dict[int, Row] = {}
-            said: dict[int, _Said] = {}
-            while taken < own(stop) and (outcome := next(outcomes, None)) is not None:
-                place, index, row = outcome
-                if isinstance(row, DataError):
-                    if not self.images.skip_bad:
-                        raise row
-                    said[place] = _Said(index, 0, str(row), "", None)
-                elif row is not None and place < 0:  # done, and looked at
-                    if row.digest != done[index + self.images.offset]:
-                        raise DataError(f"sample {index} of {self.name} is not what it was before")
-                    continue
-                elif row is not None:
-                    rows[place] = row
-                    said[place] = _Said(index, row.digest, None, row.where, row.span)
-                taken += 1
-            heard: dict[int, _Said] = {}
-            for theirs in meet(said):
-                heard |= theirs
-            # The data ends where some rank, asked for more, had no more.
-            ended = len(heard) < stop - start
-            if ended and set(heard) != set(range(start, start + len(heard))):
-                raise DataError(f"ranks do not read the same images of {self.name}: give all ranks the same")
-            for place in sorted(heard):
-                start = place + 1
-                index, digest, problem, where, span = heard[place]
-                try:
-                    if problem is not None:
-                        raise DataError(problem)
-                    self._look(None, span, where)
-                except DataError as error:
-                    self._left_out(error)
-                    continue
-                if self._seen(digest, known, seen):
-                    continue
-                seen.add(digest)
-                left -= 1
-                self.walked = mix(self.walked ^ mix(index) ^ digest)
-                if place in rows:
-                    yield rows.pop(place)
-            if ended:
-                break
+        with closing(self._outcomes(done, wanted, size, mine=mine, check=check)) as outcomes:
+            while left > 0:
+                stop = start + min(together * ranks, left)
+                rows: dict[int, Row] = {}
+                said: dict[int, _Said] = {}
+                while taken < own(stop) and (outcome := next(outcomes, None)) is not None:
+                    place, index, row = outcome
+                    if isinstance(row, DataError):
+                        if not self.images.skip_bad:
+                            raise row
+                        said[place] = _Said(index, 0, str(row), "", None)
+                    elif row is not None and place < 0:  # done, and looked at
+                        if row.digest != done[index + self.images.offset]:
+                            raise DataError(f"sample {index} of {self.name} is not what it was before")
+                        continue
+                    elif row is not None:
+                        rows[place] = row
+                        said[place] = _Said(index, row.digest, None, row.where, row.span)
+                    taken += 1
+                heard: dict[int, _Said] = {}
+                for theirs in meet(said):
+                    heard |= theirs
+                # The data ends where some rank, asked for more, had no more.
+                ended = len(heard) < stop - start
+                if ended and set(heard) != set(range(start, start + len(heard))):
+                    raise DataError(
+                        f"ranks do not read the same images of {self.name}: give all ranks the same"
+                    )
+                for place in sorted(heard):
+                    start = place + 1
+                    index, digest, problem, where, span = heard[place]
+                    try:
+                        if problem is not None:
+                            raise DataError(problem)
+                        self._look(None, span, where)
+                    except DataError as error:
+                        self._left_out(error)
+                        continue
+                    if self._seen(digest, known, seen):
+                        continue
+                    seen.add(digest)
+                    left -= 1
+                    self.walked = mix(self.walked ^ mix(index) ^ digest)
+                    if place in rows:
+                        yield rows.pop(place)
+                if ended:
+                    break
 
     def _look(self, eight_bit: bool | None, span: tuple[float, float] | None, where: str) -> None:
         if eight_bit is not None:

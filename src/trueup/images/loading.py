@@ -1,10 +1,10 @@
-"""Reading ahead: what comes next is fetched and decoded while the network works, in order, and not too much."""
+"""Reading ahead: what comes next is fetched and decoded while the network works, in order."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ def workers() -> int:
 
 def ahead(
     items: Iterator[Item], make: Callable[[Item], Made], *, wanted: Callable[[], float], depth: int
-) -> Iterator[Made]:
+) -> Generator[Made]:
     """make(item) of every item, in order, with as many as `depth` begun before they are asked for.
 
     Items come from one thread, one after the other, since nobody knows whether a dataset can be asked by
@@ -34,8 +34,8 @@ def ahead(
         return _END if found is _END else make(found)
 
     with (
-        ThreadPoolExecutor(1, "trueup-fetch") as fetching,
-        ThreadPoolExecutor(workers(), "trueup-decode") as pool,
+        ThreadPoolExecutor(1) as fetching,
+        ThreadPoolExecutor(workers()) as pool,
     ):
         try:
             while True:

@@ -1,8 +1,9 @@
-"""One image as a sample: decoded, made to fit and scaled. Any thread may do it; nothing here remembers anything."""
+"""One image as a sample: decoded, made to fit and scaled, by any thread; and what needs their order."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,6 +157,17 @@ def _opened(image: Any, index: int, name: str) -> tuple[Any, str]:
         return (pictures.stored_image(content, where), where) if content else (str(path), where)
     file = image if isinstance(image, (str, Path)) else getattr(image, "filename", None)
     return image, printable(str(file)) if file else where
+
+
+def size_of(image: Any) -> tuple[int, int] | None:
+    """Of a picture in a file, by its header."""
+    if not isinstance(image, (str, Path, Stored)):
+        return None
+    try:
+        with Image.open(io.BytesIO(image.read()) if isinstance(image, Stored) else image) as picture:
+            return picture.size
+    except (OSError, DataError, Image.DecompressionBombError):  # said when it is read, if it is
+        return None
 
 
 def digest_of(content: bytes) -> int:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import suppress
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import closing
 from functools import cached_property
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from trueup.errors import Argument, DataError
@@ -22,10 +20,10 @@ from trueup.images import loading, sources
 from trueup.images.batch import Batch, stacked, told
 from trueup.images.beside import labels_beside
 from trueup.images.choosing import Choosing, Meet, Outcome, to_check
-from trueup.images.columns import BUFFER, one_by_one
+from trueup.images.columns import Pair, one_by_one
 from trueup.images.images import as_images
-from trueup.images.reading import Reader, Row, digest_of
-from trueup.images.shards import Shards, Stored
+from trueup.images.reading import Reader, Row, digest_of, size_of
+from trueup.images.shards import Shards
 from trueup.noise import hashed, mix
 
 if TYPE_CHECKING:
@@ -90,10 +88,9 @@ class Samples(Choosing):
                 raise DataError(f"{self.name} holds {len(self.source)} images, and there are {count} {name}")
         known = (images, self.shape, model_range, autoencoder, exact, self.columns, self.labels, self.name)
         self._reader = Reader(*known)
-        once = isinstance(self.source, Iterator)
-        self._once: Iterator[tuple[int, Any]] | None = (
-            enumerate(self._unbatched(self.source)) if once else None
-        )
+        self._once: Iterator[tuple[int, Any]] | None = None  # a generator, which gives nothing twice
+        if isinstance(self.source, Iterator):
+            self._once = enumerate(self._unbatched(self.source))
         self._gone: set[int] = set()  # indices of a generator's samples that were handed out
 
     def _look_beside(self) -> None:
@@ -115,16 +112,7 @@ class Samples(Choosing):
 
     def chosen(self) -> str:
         """Which images are used, in words."""
-        count, seed = self.images.count, self.images.seed
-        if not self.indexed:
-            way = f"shuffled with seed {seed} ({BUFFER:,} rows at a time)" if self.shuffled else "as it comes"
-            return f"the first of a stream, {way}"
-        of = f"{len(self.source):,} images"
-        if isinstance(self.source, Shards):
-            listed, there = len(self.source.paths), self.source.available
-            of += f" in {listed:,}{f' of {there:,}' if there > listed else ''} shards"
-        drawn = count is not None and (count < len(self.source) or " of " in of)
-        return f"drawn with seed {seed} from {of}" if drawn else f"all of {of}"
+        return sources.chosen(self.images, self.source, self.shuffled)
 
     def __len__(self) -> int:
         """How many samples will be used, bad ones included; raises TypeError for a stream."""
@@ -154,8 +142,8 @@ class Samples(Choosing):
         without: digests of images not to use. unique: an image that was read before is not used again. A
         stream is read from its beginning each time; a generator, which cannot be, on from where it was left,
         if all it gave is to be skipped. A sample that cannot be used raises, or with skip_bad is noted in
-        `skipped`. share: (k, n), the k-th of every n samples that would be used; `skip` is then of this share.
-        meet: hands what it is given to the n processes that call this, and returns what each gave, by share;
+        `skipped`. share: (k, n), the k-th of every n samples that would be used; `skip` is then of this
+        share. meet: hands what it is given to the n processes that call this, and returns what each gave;
         each then reads its own images alone, dealt in blocks of `size`, and no image is used twice.
         """
         if size < 1:
@@ -164,25 +152,19 @@ class Samples(Choosing):
         if meet is None or share[1] == 1:
             rows = self._alone(size, skip, without, limit, unique, share, check)
         else:
-            assert isinstance(skip, Mapping) and unique and limit is None
+            assert isinstance(skip, Mapping)
             rows = self._together(size, skip, share, meet, check)
-        for part in iter(lambda: list(itertools.islice(rows, size)), []):
-            yield self._batch(part)
+        with closing(rows):
+            for part in iter(lambda: list(itertools.islice(rows, size)), []):
+                yield self._batch(part)
 
     def rows(self, indices: Iterable[int], size: int) -> Iterator[Batch]:
-        """Samples by their global indices, in this order, of data that is not a stream; others are not read."""
+        """Samples by their global indices, in this order, and no others, of data that is not a stream."""
         own = [index - self.images.offset for index in indices]
-        left = len(own)
         entries = ((place, index, self.source[index]) for place, index in enumerate(own))
-        part: list[Row] = []
-        for _, _, row in self._ahead(entries, lambda: left, size):
-            if not isinstance(row, Row):
-                raise row  # type: ignore[misc]
-            left -= 1
-            part.append(row)
-            if len(part) == size or not left:
-                yield self._batch(part)
-                part = []
+        with closing(self._ahead(entries, lambda: math.inf, size)) as outcomes:
+            for part in iter(lambda: list(itertools.islice(outcomes, size)), []):
+                yield self._batch([_row(row) for _, _, row in part])
 
     def places(self, indices: Tensor) -> Tensor:
         """Where samples, by their global indices, stand in the order in which they are used."""
@@ -195,14 +177,11 @@ class Samples(Choosing):
             return None
         wanted = self.autoencoder.picture_shape(self.shape)[1:]
         for index, _ in zip(self._order(), range(_HEADERS), strict=False):
-            image: Any = self.columns.split(self.source[index])[0]
-            if isinstance(image, (str, Path, Stored)):
-                with suppress(OSError, DataError, Image.DecompressionBombError):  # said elsewhere
-                    held = BytesIO(image.read()) if isinstance(image, Stored) else image
-                    with Image.open(held) as picture:
-                        if sorted(picture.size) != sorted(wanted):
-                            return wanted
-            elif getattr(image, "dtype", None) in (np.uint8, torch.uint8) and not {*wanted} <= {*image.shape}:
+            image = self.columns.split(self.source[index])[0]
+            size = size_of(image)
+            if size is not None and sorted(size) != sorted(wanted):
+                return wanted
+            if getattr(image, "dtype", None) in (np.uint8, torch.uint8) and not {*wanted} <= {*image.shape}:
                 return wanted
         return None
 
@@ -231,7 +210,7 @@ class Samples(Choosing):
         mine: Callable[[int], bool] = lambda _: True,
         keep_done: bool = False,
         check: Collection[int] = (),
-    ) -> Iterator[Outcome]:
+    ) -> Generator[Outcome]:
         if self._once is not None and not all(index + self.images.offset in done for index in self._gone):
             gone = f"{self.name} can be read only once, and {len(self._gone)} samples of it are gone"
             raise DataError(f"{gone}: pass a list or a dataset instead")
@@ -265,7 +244,7 @@ class Samples(Choosing):
 
     def _ahead(
         self, entries: Iterator[tuple[int, int, Any]], wanted: Callable[[], float], size: int
-    ) -> Iterator[Outcome]:
+    ) -> Generator[Outcome]:
         """What entries hold, read ahead of time; of a generator, which gives nothing twice, each in turn."""
 
         def read(entry: tuple[int, int, Any]) -> Outcome:
@@ -276,16 +255,15 @@ class Samples(Choosing):
                 return place, index, error
 
         if self._once is not None:
-            return map(read, entries)
+            yield from map(read, entries)
+            return
         together = _AT_ONCE if isinstance(self.source, (Tensor, np.ndarray)) else 1
         groups = iter(lambda: list(itertools.islice(entries, together)), [])
-        found = loading.ahead(
-            groups,
-            lambda group: [read(entry) for entry in group],
-            wanted=lambda: wanted() / together,
-            depth=max(2, 2 * loading.workers(), min(2 * size, _AHEAD // math.prod(self.shape)) // together),
-        )
-        return itertools.chain.from_iterable(found)
+        depth = max(2, 2 * loading.workers(), min(2 * size, _AHEAD // math.prod(self.shape)) // together)
+        how: dict[str, Any] = {"wanted": lambda: wanted() / together, "depth": depth}
+        with closing(loading.ahead(groups, lambda group: [read(entry) for entry in group], **how)) as found:
+            for group in found:
+                yield from group
 
     def _order(self) -> Iterable[int]:
         return range(len(self.source)) if self._drawn is None else self._drawn.tolist()
@@ -303,7 +281,7 @@ class Samples(Choosing):
         assert self._drawn is not None
         return self._drawn.argsort()
 
-    def _unbatched(self, stream: Iterable[Any]) -> Iterator[Any]:
+    def _unbatched(self, stream: Iterable[Any]) -> Iterator[Pair]:
         """A stream may yield samples or, as a DataLoader does, batches of them."""
         for item in stream:
             image, label = self.columns.split(item)
@@ -311,9 +289,9 @@ class Samples(Choosing):
                 labelled = isinstance(label, (list, tuple)) or getattr(label, "ndim", 0) > 0
                 if labelled and len(label) != len(image):
                     raise DataError(f"a batch of {self.name} has {len(image)} images, {len(label)} labels")
-                yield from zip(image, label if labelled else [None] * len(image), strict=True)
+                yield from map(Pair, image, label if labelled else [None] * len(image))
             else:
-                yield image, label
+                yield Pair(image, label)
 
     def _batch(self, rows: list[Row]) -> Batch:
         own = [row.index for row in rows]
@@ -330,10 +308,18 @@ class Samples(Choosing):
         return Batch(torch.tensor(own) + self.images.offset, x0, y, digests, group)
 
     def _group(self, index: int) -> Any:
-        """The key of a sample's group: a numpy or torch number as a Python one, so that equal ones are one."""
+        """The key of a sample's group; numpy's and torch's numbers as Python's, so that equal ones agree."""
         keys = self.images.groups
         try:
             key: Any = keys(index) if callable(keys) else keys[index]  # type: ignore[index]
         except IndexError:
             raise DataError(f"sample {index} of {self.name} has no group: there are fewer of them") from None
         return key.tolist() if hasattr(key, "tolist") else key
+
+
+def _row(outcome: Row | DataError | None) -> Row:
+    """What was read, or why it was not."""
+    if isinstance(outcome, DataError):
+        raise outcome
+    assert outcome is not None
+    return outcome

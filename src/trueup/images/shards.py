@@ -5,11 +5,9 @@ A shard is listed by its headers, and its pictures are read where they lie, each
 
 from __future__ import annotations
 
-import glob
 import itertools
 import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from os import PathLike
@@ -28,10 +26,9 @@ from trueup.noise import hashed, mix
 
 LISTED = 1024  # shards that are listed to draw some images from; more only if all images are used
 KIND = "a list of shards"
-_MOST_SHARDS = 1_000_000
 _TOLD = {"cls": "class", "class": "class", "txt": "text", "text": "text", "caption": "text"}
 _TOLD |= {"json": "json", "jsn": "json"}
-_KINDS = ("image", "class", "text", "json")
+_KINDS = ("image", "json", "class", "text")  # what a file of its own says counts more
 _FIELDS = (("text", TEXT), ("label", CLASS))
 _known: dict[Any, tuple[Tensor, list[str]]] = {}  # a command opens its images more than once
 _LARGEST_NOTE = 2**20  # bytes of a caption, or of what says it
@@ -52,7 +49,7 @@ class Stored:
     def read(self) -> bytes:
         """What it holds."""
         try:
-            with open(self.path, "rb") as file:  # opened each time, by whatever thread it is
+            with Path(self.path).open("rb") as file:  # opened each time, by whatever thread it is
                 file.seek(self.offset)
                 content = file.read(self.size)
         except OSError as error:
@@ -62,7 +59,7 @@ class Stored:
         return content
 
 
-class Shards(Sequence[Any]):
+class Shards:
     """The samples of some shards: rows with an `image`, and a `label` and a `text` where they have them."""
 
     def __init__(
@@ -83,15 +80,14 @@ class Shards(Sequence[Any]):
         """Whether something is said of the pictures."""
         return bool(len(self)) and bool((self.places[0, 4::2] >= 0).any())
 
-    def __getitem__(self, index: Any) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         shard, *spans = self.places[index].tolist()
         path, key = self.paths[shard], self.names[index]
-        found = {
-            kind: (spans[2 * k], spans[2 * k + 1]) for k, kind in enumerate(_KINDS) if spans[2 * k + 1] >= 0
-        }
-        row: dict[str, Any] = {"image": Stored(path, key, *found.pop("image"))}
-        for kind in (k for k in ("json", "class", "text") if k in found):  # a file of its own says more
-            row |= _read_note(Stored(path, f"{key}, its {kind}", *found[kind]), kind, self.label)
+        row: dict[str, Any] = {"image": Stored(path, key, *spans[:2])}
+        for k, kind in enumerate(_KINDS[1:], 1):
+            if spans[2 * k + 1] >= 0:
+                note = Stored(path, f"{key}, its {kind}", *spans[2 * k : 2 * k + 2])
+                row |= _read_note(note, kind, self.label)
         return row
 
 
@@ -117,73 +113,6 @@ def _read_note(note: Stored, kind: str, column: str | None) -> dict[str, Any]:
         return {"text" if isinstance(said[column], str) else "label": said[column]} if column in said else {}
     found = {name: next((said[key] for key in keys if key in said), None) for name, keys in _FIELDS}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def is_shards(source: str | PathLike[str]) -> bool:
-    """Whether a path names tar shards: one, or a pattern."""
-    text = str(source)
-    return Path(text).suffix == ".tar" or (_has_pattern(text) and not Path(text).exists())
-
-
-def _has_pattern(text: str) -> bool:
-    return any(c in text for c in "{*?[")
-
-
-def shard_files(source: str | PathLike[str]) -> list[Path]:
-    """The files that a path or a pattern names, 'shards/{000..127}.tar' or 'shards/*.tar'."""
-    text, found = str(source), []
-    if re.match(r"[a-z0-9]+:", text) and not Path(text).exists():
-        raise DataError(
-            printable(f"{text} is not a file"),
-            "trueup reads shards from disks: fetch them, or pass an iterable",
-        )
-    for name in _expanded(text):
-        if len(found) > _MOST_SHARDS:
-            raise DataError(printable(f"{text} names more than {_MOST_SHARDS:,} shards"))
-        if _has_pattern(name) and not Path(name).exists():
-            found += sorted(Path(path) for path in glob.glob(name, recursive=True))
-        else:
-            found.append(Path(name))
-    if not found:
-        raise DataError(printable(f"{text} matches no file"))
-    missing = [path for path in found if not path.is_file()]
-    if missing:
-        of = (
-            f", nor are {len(missing) - 1} more of {len(found)}"
-            if len(missing) > 1
-            else f" (of {len(found)} shards)"
-        )
-        raise DataError(printable(f"{missing[0]} is not there{of if len(found) > 1 else ''}"))
-    other = next((path for path in found if path.suffix != ".tar"), None)
-    if other is not None:
-        raise DataError(printable(f"{other} is no .tar, and a pattern names tar shards"))
-    if len(set(found)) < len(found):
-        raise DataError(printable(f"{text} names the same shard twice"))
-    return found
-
-
-def _expanded(text: str) -> Iterator[str]:
-    """What a shell makes of {a,b} and {000..127}.
-
-    >>> list(_expanded("{a,b}/{08..10}.tar"))
-    ['a/08.tar', 'a/09.tar', 'a/10.tar', 'b/08.tar', 'b/09.tar', 'b/10.tar']
-    """
-    found = re.search(r"\{([^{}]*)\}", text)
-    if found is None:
-        yield text
-        return
-    numbers = re.fullmatch(r"([0-9]{1,12})\.\.([0-9]{1,12})", found[1])
-    if numbers is not None:
-        first, last = int(numbers[1]), int(numbers[2])
-        width = max(map(len, numbers.groups())) if numbers[1].startswith("0") else 0
-        parts: Any = (f"{k:0{width}}" for k in range(first, last + 1))
-    elif "," in found[1]:
-        parts = found[1].split(",")
-    else:
-        raise DataError(printable(f"{text}: {found[0]} is neither a range {{000..127}} nor a list {{a,b}}"))
-    before, after = text[: found.start()], text[found.end() :]
-    for part in parts:
-        yield from _expanded(f"{before}{part}{after}")
 
 
 def open_shards(
@@ -267,16 +196,15 @@ def _list_shard(
         if ending.lower() in held:
             raise DataError(printable(f"{path} has two members named {name}"))
         held[ending.lower()] = offset, size
-    found, endings, named = [], set(), (label or "").lower()
+    found, named = [], (label or "").lower()
+    endings: set[str] = set()
     for key, held in samples.items():
         endings |= held.keys()
         shown = [e for e in held if (e == image.lower() if image else e.rpartition(".")[2] in pictures)]
         plain = [e for e in shown if "." not in e] if len(shown) > 1 else shown
         if len(plain) > 1 or (shown and not plain):
             several = f"{path}: {key} has several images ({', '.join(sorted(shown)[:4])})"
-            raise DataError(
-                printable(several), "say which with {}", Argument("image_column", sorted(shown)[0])
-            )
+            raise DataError(printable(several), "say which with {}", Argument("image_column", min(shown)))
         if not plain:
             continue
         spans = {"image": held[plain[0]]}

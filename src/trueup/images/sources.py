@@ -17,9 +17,10 @@ from torch.utils.data import IterableDataset
 
 from trueup.errors import DataError
 from trueup.files import bundled, line, printable
-from trueup.images.columns import IMAGE_KEYS, LABEL_KEYS, Columns, of_features, shuffled, undecoded
+from trueup.images.columns import BUFFER, IMAGE_KEYS, LABEL_KEYS, Columns, of_features, shuffled, undecoded
 from trueup.images.images import Images
-from trueup.images.shards import LISTED, Shards, is_shards, open_shards, shard_files
+from trueup.images.patterns import is_shards, shard_files
+from trueup.images.shards import LISTED, Shards, open_shards
 
 _MOST_PACKED = 2000  # times; deflate cannot do better than about 1032
 # Pillow names these formats, and does not decode them.
@@ -97,6 +98,19 @@ def is_indexed(source: Any) -> bool:
     return hasattr(source, "__getitem__") and hasattr(source, "__len__")
 
 
+def chosen(images: Images, items: Any, drawn: bool) -> str:
+    """Which of them are used, in words; drawn: a stream whose order is."""
+    if not is_indexed(items):
+        way = f"shuffled with seed {images.seed} ({BUFFER:,} rows at a time)" if drawn else "as it comes"
+        return f"the first of a stream, {way}"
+    of, picked = f"{len(items):,} images", images.count is not None and images.count < len(items)
+    if isinstance(items, Shards):
+        listed = len(items.paths)
+        of += f" in {listed:,}{f' of {items.available:,}' if items.available > listed else ''} shards"
+        picked = picked or items.available > listed
+    return f"drawn with seed {images.seed} from {of}" if picked else f"all of {of}"
+
+
 def _list_images(folder: Path) -> list[str]:
     """Every image below a folder."""
     formats = Image.registered_extensions()
@@ -106,7 +120,7 @@ def _list_images(folder: Path) -> list[str]:
 
 
 def _list_files(folder: Path, endings: set[str]) -> list[str]:
-    """Every file below a folder with such an ending, sorted; hidden ones (thumbnails, ._ files) are left out."""
+    """Every file below a folder with such an ending, sorted, without hidden ones (thumbnails, ._ files)."""
     found = (p for p in folder.rglob("*") if p.suffix.lower() in endings and p.is_file())
     files = sorted(p for p in found if not any(n.startswith(".") for n in p.relative_to(folder).parts))
     return [str(file) for file in files]  # as strings: a million of them fit in memory

@@ -69,7 +69,7 @@ def _members(file: Any, where: str) -> Iterator[Member]:
 def _no_header(header: bytes, place: int, where: str) -> str:
     packed = next((name for start, name in _COMPRESSED.items() if header.startswith(start)), None)
     if place == 0 and packed is not None:
-        return f"{where} is compressed ({packed}), and its members cannot be found without unpacking: store it as a plain .tar"
+        return f"{where} is compressed ({packed}): store it as a plain .tar, whose members can be found"
     return f"{where} is no tar file" if place == 0 else f"{where} is damaged: no header at byte {place:,}"
 
 
