@@ -28,7 +28,7 @@ from trueup.estimate.run import SHARDS, Run
 from trueup.estimate.shares import agree, checked_share, of_all_ranks
 from trueup.hf import as_denoiser
 from trueup.hf.hub import name_of
-from trueup.images import Batch, Samples, as_images, open_images
+from trueup.images import Batch, Ranks, Samples, as_images, open_images
 from trueup.noise import checked_seed, level_key, level_keys, normal, normals
 from trueup.process import NoiseProcess
 from trueup.progress import Progress
@@ -297,9 +297,13 @@ def _measure(
     kept = len(moments.indices)  # samples in the last checkpoint
     shown: dict[str, Any] = {"done": min(done * counts, total), "show": progress if speaks else False}
     known = None if expected is None else total
+    dealt: dict[str, Any] = {}
+    if share[1] > 1:
+        dealt["mine"] = lambda block: block % share[1] == share[0] - 1
+    if ranks:
+        dealt["ranks"] = Ranks(distributed.rank(), distributed.size(), distributed.gather)
     with denoiser.evaluating(), Progress(known, "measuring", **shown) as bar:
-        meet = distributed.gather if ranks else None
-        for batch in samples.batches(denoiser.batch_size, share=share, meet=meet, **_new(moments)):
+        for batch in samples.batches(denoiser.batch_size, **dealt, **_new(moments)):
             if denoiser.conditional and batch.y is None:
                 raise DataError(NEEDS_LABELS)
             check_finite(moments)  # of the batch before: its last evaluations ran while this one was read

@@ -1,9 +1,8 @@
 """Shares of the images: of the ranks of one job, or of processes that never meet.
 
-All processes walk the order in which one process would use the images, and an image has its noise from its
-index, so that n shares are the images and the noise of one process, whatever n is. Ranks are dealt blocks of
-images, read those alone and tell each other their digests; share k of n processes that never meet holds every
-n-th image that is used, from the k-th on.
+Whole batches of one process are dealt: blocks of images in the order in which it would use them. An image has
+its noise from its index, so that n shares are the images and the noise of one process, whatever n is. Ranks
+read their own images alone and tell each other digests; processes that never meet each read all of them.
 """
 
 from __future__ import annotations

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import closing
+from itertools import count
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from trueup.errors import DataError
 from trueup.images.images import Images
 from trueup.images.reading import InOrder, Row
 from trueup.noise import mix
 
-Meet = Callable[[Any], list[Any]]  # what every rank says, by rank
-Outcome = tuple[int, int, Row | DataError | None]  # (place among those to be used, index, what was read)
+Outcome = tuple[int, int, Any]  # (place among what is not done, index, a Row, a DataError or what is unread)
 _IN_A_ROUND = 64  # images of a rank whose digests are exchanged at once, unless they are large
 _ROUND_VALUES = 2**26
 _LOOKED_AT = 16  # of a stream's samples that are done, to see that they are what they were
+
+
+class Ranks(NamedTuple):
+    """Processes that read images together."""
+
+    rank: int
+    size: int
+    gather: Callable[[Any], list[Any]]  # what every rank says, by rank
 
 
 class _Said(NamedTuple):
@@ -35,7 +47,7 @@ class Choosing:
     def __init__(self, images: Images, shape: tuple[int, ...], exact: bool):
         self.images, self.shape = images, shape
         self.model_range: tuple[float, float] | None = None
-        self.name = ""
+        self.name, self.indexed = "", False
         self.in_order = InOrder(images, exact)
         self.skipped: list[str] = []  # what was wrong with each sample left out
         self.duplicates = 0  # samples that had been read before, and were not used again
@@ -56,20 +68,26 @@ class Choosing:
     def signed(self, value: bool) -> None:
         self.in_order.signed = value
 
+    def places(self, indices: Tensor) -> Tensor:
+        """Where samples, by their global indices, stand in the order in which they are used."""
+        raise NotImplementedError
+
     def _outcomes(
         self,
         done: Collection[int],
         wanted: Callable[[], float],
         size: int,
         *,
-        mine: Callable[[int], bool] = lambda _: True,
-        keep_done: bool = False,
+        mine: Callable[[int], bool] | None = None,
         check: Collection[int] = (),
     ) -> Generator[Outcome]:
-        """What was read, in order: what is not done and, by its place among that, is `mine`.
+        """What was read of what is not done, in order, and of that only what is `mine`, by its place in it.
 
-        keep_done: what is done is passed on, unread, as None. check: done, but read all the same.
+        check: done, but read all the same; its place is -1. What is not mine is passed on unread by streams.
         """
+        raise NotImplementedError
+
+    def _read_again(self, index: int, unread: Any) -> Row:
         raise NotImplementedError
 
     def _alone(
@@ -79,108 +97,100 @@ class Choosing:
         without: Collection[int],
         limit: int | None,
         unique: bool,
-        share: tuple[int, int],
         check: Collection[int],
-    ) -> Generator[Row]:
-        """Rows to use, by a process that reads everything itself; share: every so-many-th of them."""
-        left = self.images.count if self.images.count is not None else math.inf
-        # Who has a share counts what others use, and what is done, on the way.
-        left = min(left - (len(skip) if share[1] == 1 else 0), math.inf if limit is None else limit)
+    ) -> Generator[tuple[int, Row]]:
+        """Rows to use, with their positions among all that are used, by a process that reads everything."""
+        left = math.inf if self.images.count is None else self.images.count - len(skip)
+        left = min(left, math.inf if limit is None else limit)
         known = set(without)
         seen = known | (set(skip.values()) if unique and isinstance(skip, Mapping) else set())
-        position, self.walked = 0, 0
-        how: dict[str, Any] = {"keep_done": share[1] > 1, "check": check}
-        with closing(self._outcomes(skip, lambda: left, size, **how)) as outcomes:
-            for _, index, row in outcomes if left > 0 else ():
-                done, digest = index + self.images.offset in skip, 0
-                if done and isinstance(skip, Mapping):
-                    digest = skip[index + self.images.offset]
-                if isinstance(row, DataError):
-                    self._left_out(row)
+        position, self.walked = self._positions(skip), 0
+        if left <= 0:
+            return
+        with closing(self._outcomes(skip, lambda: left, size, check=check)) as outcomes:
+            for place, index, row in outcomes:
+                try:
+                    row = row_of(row)
+                    self._look(row.eight_bit, row.span, row.where)
+                except DataError as error:
+                    self._left_out(error)
                     continue
-                if row is not None:
-                    try:
-                        self._look(row.eight_bit, row.span, row.where)
-                    except DataError as error:
-                        self._left_out(error)
-                        continue
-                    if done and row.digest != digest:
-                        raise DataError(f"sample {index} of {self.name} is not what it was before")
-                    digest = row.digest
-                if done and share[1] == 1:
+                if place < 0:
+                    self._check_done(row, skip)
                     continue
-                if not done and self._seen(digest, known, seen):
+                if self._seen(row.digest, known, seen):
                     continue
                 if unique:
-                    seen.add(digest)
+                    seen.add(row.digest)
                 left -= 1
-                position += 1
-                self.walked = mix(self.walked ^ mix(index) ^ digest)
-                if not done and row is not None and (position - 1) % share[1] == share[0] - 1:
-                    yield row
+                self.walked = mix(self.walked ^ mix(index) ^ row.digest)
+                yield position(index), row
                 if left <= 0:
                     break
 
     def _together(
-        self, size: int, skip: Mapping[int, int], share: tuple[int, int], meet: Meet, check: Collection[int]
-    ) -> Generator[Row]:
-        """Rows to use, each read by one rank alone: ranks tell each other digests, and choose alike.
+        self,
+        size: int,
+        skip: Mapping[int, int],
+        ranks: Ranks,
+        mine: Callable[[int], bool],
+        check: Collection[int],
+    ) -> Generator[tuple[int, Row]]:
+        """Rows to use, each read by one rank: ranks tell each other digests, choose alike, and use their own.
 
-        Images that are not done are dealt in blocks of `size`; which occur twice is known before they are
-        used.
+        What is not done is read in blocks of `size`, by one rank after the other. After an image that is not
+        used, blocks that are used begin later than those that were read: whoever has use for an image that
+        another has read reads it again.
         """
         done: dict[int, int] = {}
-        for theirs in meet(dict(skip)):
+        for theirs in ranks.gather(dict(skip)):
             done |= theirs
         left = math.inf if self.images.count is None else self.images.count - len(done)
         known = set(done.values())
         seen, start, taken, self.walked = set(known), 0, 0, 0
-        (rank, ranks), cycle = share, size * share[1]
+        position, cycle, owned = self._positions(done), size * ranks.size, (-1, False)
 
         def own(places: float) -> float:
-            """How many of so many places are dealt to this rank."""
-            if math.isinf(places):
+            """How many of so many places are read by this rank."""
+            if math.isinf(places) or not self.indexed:
                 return places
-            return places // cycle * size + min(max(places % cycle - (rank - 1) * size, 0), size)
+            return places // cycle * size + min(max(places % cycle - ranks.rank * size, 0), size)
 
         def wanted() -> float:
             return own(start + left) - taken
 
-        def mine(place: int) -> bool:
-            return place // size % ranks == rank - 1
+        def reads(place: int) -> bool:
+            return place // size % ranks.size == ranks.rank
 
         together = size * max(1, min(_IN_A_ROUND, _ROUND_VALUES // math.prod(self.shape)) // size)
-        with closing(self._outcomes(done, wanted, size, mine=mine, check=check)) as outcomes:
+        with closing(self._outcomes(done, wanted, size, mine=reads, check=check)) as outcomes:
             while left > 0:
-                stop = start + min(together * ranks, left)
-                rows: dict[int, Row] = {}
+                stop = start + min(together * ranks.size, left)
+                here: dict[int, Any] = {}  # what was read, and of a stream what was not
                 said: dict[int, _Said] = {}
                 while taken < own(stop) and (outcome := next(outcomes, None)) is not None:
                     place, index, row = outcome
+                    if place < 0:
+                        self._check_done(row_of(row), done)
+                        continue
+                    taken += 1
+                    here[place] = row
                     if isinstance(row, DataError):
                         if not self.images.skip_bad:
                             raise row
                         said[place] = _Said(index, 0, str(row), "", None)
-                    elif row is not None and place < 0:  # done, and looked at
-                        if row.digest != done[index + self.images.offset]:
-                            raise DataError(f"sample {index} of {self.name} is not what it was before")
-                        continue
-                    elif row is not None:
-                        rows[place] = row
+                    elif isinstance(row, Row):
                         said[place] = _Said(index, row.digest, None, row.where, row.span)
-                    taken += 1
                 heard: dict[int, _Said] = {}
-                for theirs in meet(said):
+                for theirs in ranks.gather(said):
                     heard |= theirs
                 # The data ends where some rank, asked for more, had no more.
                 ended = len(heard) < stop - start
                 if ended and set(heard) != set(range(start, start + len(heard))):
-                    raise DataError(
-                        f"ranks do not read the same images of {self.name}: give all ranks the same"
-                    )
+                    raise DataError(f"ranks read other images of {self.name}: give all ranks the same")
                 for place in sorted(heard):
                     start = place + 1
-                    index, digest, problem, where, span = heard[place]
+                    number, digest, problem, where, span = heard[place]
                     try:
                         if problem is not None:
                             raise DataError(problem)
@@ -192,11 +202,33 @@ class Choosing:
                         continue
                     seen.add(digest)
                     left -= 1
-                    self.walked = mix(self.walked ^ mix(index) ^ digest)
-                    if place in rows:
-                        yield rows.pop(place)
+                    self.walked = mix(self.walked ^ mix(number) ^ digest)
+                    block = position(number) // size
+                    if block != owned[0]:  # asked once for each
+                        owned = block, mine(block)
+                    if owned[1]:
+                        row = here.get(place)
+                        row = row if isinstance(row, Row) else self._read_again(number, row)
+                        if row.digest != digest:
+                            raise DataError(f"{row.where} is not the same for all ranks: give all the same")
+                        yield block * size, row
                 if ended:
                     break
+
+    def _positions(self, done: Collection[int]) -> Callable[[int], int]:
+        """Where the next sample stands among all that are used: after those of them that are done."""
+        keys = torch.tensor(sorted(done), dtype=torch.int64)
+        before, more = self.places(keys).sort().values.tolist(), count()
+
+        def position(index: int) -> int:
+            place = int(self.places(torch.tensor([index + self.images.offset])))
+            return bisect_left(before, place) + next(more)
+
+        return position
+
+    def _check_done(self, row: Row, done: Collection[int]) -> None:
+        if isinstance(done, Mapping) and row.digest != done[row.index + self.images.offset]:
+            raise DataError(f"sample {row.index} of {self.name} is not what it was before")
 
     def _look(self, eight_bit: bool | None, span: tuple[float, float] | None, where: str) -> None:
         if eight_bit is not None:
@@ -224,3 +256,11 @@ def to_check(done: Collection[int]) -> set[int]:
     """Some of what is done, to look at again where a stream passes it anyway."""
     last, places = len(done) - 1, sorted(done) if isinstance(done, Mapping) else []
     return {places[round(i * last / (_LOOKED_AT - 1))] for i in range(_LOOKED_AT)} if places else set()
+
+
+def row_of(outcome: Any) -> Row:
+    """What was read, or why it was not."""
+    if isinstance(outcome, DataError):
+        raise outcome
+    assert isinstance(outcome, Row)
+    return outcome

@@ -108,7 +108,7 @@ def shuffled(source: Any, seed: int) -> Any | None:
     """A Hugging Face stream in an order that is drawn: shards, and rows within a buffer; None: no such."""
     if not all(hasattr(source, name) for name in ("features", "shuffle", "skip", "take")):
         return None
-    if hasattr(source, "__getitem__"):
+    if hasattr(source, "__len__"):  # it can be asked for any row
         return None
     return source.shuffle(seed=seed, buffer_size=BUFFER)
 

@@ -30,9 +30,7 @@ def shard_files(source: str | PathLike[str]) -> list[Path]:
     text = str(source)
     found: list[Path] = []
     if re.match(r"[a-z0-9]+:", text) and not Path(text).exists():
-        raise DataError(
-            printable(f"{text} is no file: fetch the shards, or pass something that iterates them")
-        )
+        raise DataError(printable(f"{text} is no file: fetch the shards first, or pass an iterable"))
     for name in _expanded(text):
         if len(found) > _MOST_SHARDS:
             raise DataError(printable(f"{text} names more than {_MOST_SHARDS:,} shards"))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from trueup.files import bundled
 from trueup.images import loading, sources
 from trueup.images.batch import Batch, stacked, told
 from trueup.images.beside import labels_beside
-from trueup.images.choosing import Choosing, Meet, Outcome, to_check
+from trueup.images.choosing import Choosing, Outcome, Ranks, row_of, to_check
 from trueup.images.columns import Pair, one_by_one
 from trueup.images.images import as_images
 from trueup.images.reading import Reader, Row, digest_of, size_of
@@ -133,8 +133,8 @@ class Samples(Choosing):
         without: Collection[int] = (),
         limit: int | None = None,
         unique: bool = False,
-        share: tuple[int, int] = (1, 1),
-        meet: Meet | None = None,
+        mine: Callable[[int], bool] | None = None,
+        ranks: Ranks | None = None,
     ) -> Iterator[Batch]:
         """As many samples as were asked for, `limit` at most, in batches; what comes next is read ahead.
 
@@ -142,21 +142,26 @@ class Samples(Choosing):
         without: digests of images not to use. unique: an image that was read before is not used again. A
         stream is read from its beginning each time; a generator, which cannot be, on from where it was left,
         if all it gave is to be skipped. A sample that cannot be used raises, or with skip_bad is noted in
-        `skipped`. share: (k, n), the k-th of every n samples that would be used; `skip` is then of this
-        share. meet: hands what it is given to the n processes that call this, and returns what each gave;
-        each then reads its own images alone, dealt in blocks of `size`, and no image is used twice.
+        `skipped`.
+
+        mine: which blocks to hand out, each as one batch; asked, in order, for every block with something
+        left to do. Block b holds samples b size to (b + 1) size of those that would be used, whatever is
+        done: who shares the work has the batches of one who does it alone. ranks: these call this together,
+        with a `mine` each; then a rank reads its own images alone, and none is used twice.
         """
         if size < 1:
             raise DataError(f"a batch holds at least one sample, not {size}")
         check = to_check(skip) if not self.indexed else ()
-        if meet is None or share[1] == 1:
-            rows = self._alone(size, skip, without, limit, unique, share, check)
-        else:
+        if ranks is not None and ranks.size > 1:
             assert isinstance(skip, Mapping)
-            rows = self._together(size, skip, share, meet, check)
+            assert mine is not None
+            rows = self._together(size, skip, ranks, mine, check)
+            mine = None  # it was asked
+            blocks = True
+        else:
+            rows, blocks = self._alone(size, skip, without, limit, unique, check), mine is not None
         with closing(rows):
-            for part in iter(lambda: list(itertools.islice(rows, size)), []):
-                yield self._batch(part)
+            yield from map(self._batch, _parts(rows, size, blocks, mine))
 
     def rows(self, indices: Iterable[int], size: int) -> Iterator[Batch]:
         """Samples by their global indices, in this order, and no others, of data that is not a stream."""
@@ -164,7 +169,7 @@ class Samples(Choosing):
         entries = ((place, index, self.source[index]) for place, index in enumerate(own))
         with closing(self._ahead(entries, lambda: math.inf, size)) as outcomes:
             for part in iter(lambda: list(itertools.islice(outcomes, size)), []):
-                yield self._batch([_row(row) for _, _, row in part])
+                yield self._batch([row_of(row) for _, _, row in part])
 
     def places(self, indices: Tensor) -> Tensor:
         """Where samples, by their global indices, stand in the order in which they are used."""
@@ -207,8 +212,7 @@ class Samples(Choosing):
         wanted: Callable[[], float],
         size: int,
         *,
-        mine: Callable[[int], bool] = lambda _: True,
-        keep_done: bool = False,
+        mine: Callable[[int], bool] | None = None,
         check: Collection[int] = (),
     ) -> Generator[Outcome]:
         if self._once is not None and not all(index + self.images.offset in done for index in self._gone):
@@ -217,19 +221,24 @@ class Samples(Choosing):
 
         def entries() -> Iterator[tuple[int, int, Any]]:
             place = 0
-            for index, item in self._items(done, keep_done):
+            for index, item in self._items(done):
                 key = index + self.images.offset
                 if key in done:
-                    if key in check or keep_done:
-                        yield -1, index, item if key in check else None
+                    if key in check:
+                        yield -1, index, item
                     continue
-                if mine(place):
+                if mine is None or mine(place):
                     yield place, index, self.source[index] if self.indexed else item
+                elif not self.indexed:
+                    yield place, index, _Unread(item)
                 place += 1
 
         return self._ahead(entries(), wanted, size)
 
-    def _items(self, done: Collection[int], keep_done: bool) -> Iterator[tuple[int, Any]]:
+    def _read_again(self, index: int, unread: Any) -> Row:
+        return self._reader.read(index, unread.item if isinstance(unread, _Unread) else self.source[index])
+
+    def _items(self, done: Collection[int]) -> Iterator[tuple[int, Any]]:
         """Indices of what there is, in order, and what a stream yields."""
         if self.indexed:
             yield from ((index, None) for index in self._order())
@@ -237,7 +246,7 @@ class Samples(Choosing):
             yield from self._once
         else:
             first = 0
-            if one_by_one(self.source, self.columns) and not keep_done:  # it can be asked to begin later
+            if one_by_one(self.source, self.columns):  # it can be asked to begin later
                 first = next(i for i in itertools.count() if i + self.images.offset not in done)
                 first = max(0, first - 1)  # with one to look at
             yield from enumerate(self._unbatched(self.source.skip(first) if first else self.source), first)
@@ -250,7 +259,7 @@ class Samples(Choosing):
         def read(entry: tuple[int, int, Any]) -> Outcome:
             place, index, item = entry
             try:
-                return place, index, None if item is None else self._reader.read(index, item)
+                return place, index, item if isinstance(item, _Unread) else self._reader.read(index, item)
             except DataError as error:
                 return place, index, error
 
@@ -317,9 +326,28 @@ class Samples(Choosing):
         return key.tolist() if hasattr(key, "tolist") else key
 
 
-def _row(outcome: Row | DataError | None) -> Row:
-    """What was read, or why it was not."""
-    if isinstance(outcome, DataError):
-        raise outcome
-    assert outcome is not None
-    return outcome
+class _Unread(NamedTuple):
+    """What a stream gave that another rank reads."""
+
+    item: Any
+
+
+def _parts(
+    rows: Iterator[tuple[int, Row]], size: int, blocks: bool, mine: Callable[[int], bool] | None
+) -> Iterator[list[Row]]:
+    """Rows as batches are made of them: as they come, or those of a block together."""
+    if not blocks:
+        yield from iter(lambda: [row for _, row in itertools.islice(rows, size)], [])
+        return
+    part: list[Row] = []
+    block, own = -1, True
+    for position, row in rows:
+        if position // size != block:
+            if part:
+                yield part
+            block, part = position // size, []
+            own = mine is None or mine(block)
+        if own:
+            part.append(row)
+    if part:
+        yield part

@@ -70,7 +70,7 @@ def _open_path(path: Path, images: Images, columns: Columns) -> Source:
     if path.suffix in (".npy", ".npz") and path.is_file():
         return Source(*_open_numpy(path), where, columns)
     if is_shards(path):
-        return Source(_shards(shard_files(path), images), None, where, Columns(text=columns.text))
+        return Source(_shards(shard_files(images.source), images), None, where, Columns(text=columns.text))
     problem = "not a folder, .npy, .npz or .tar" if path.exists() else "not there"
     raise DataError(f"{where} is {problem}", "pass a folder of images, tar shards or an array file")
 
