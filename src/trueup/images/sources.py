@@ -19,8 +19,8 @@ from trueup.errors import DataError
 from trueup.files import bundled, line, printable
 from trueup.images.columns import BUFFER, IMAGE_KEYS, LABEL_KEYS, Columns, of_features, shuffled, undecoded
 from trueup.images.images import Images
-from trueup.images.patterns import is_shards, shard_files
 from trueup.images.shards import LISTED, Shards, open_shards
+from trueup.patterns import is_shards, shard_files
 
 _MOST_PACKED = 2000  # times; deflate cannot do better than about 1032
 # Pillow names these formats, and does not decode them.

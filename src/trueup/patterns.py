@@ -1,4 +1,4 @@
-"""Names of tar shards: 'shards/{000..127}.tar', 'shards/*.tar'."""
+"""Names of tar shards: 'shards/{000..127}.tar', 'shards/*.tar'. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from trueup.errors import DataError
 from trueup.files import printable
 
-_MOST_SHARDS = 1_000_000
+MOST = 1_000_000  # shards
 
 
 def is_shards(source: str | PathLike[str]) -> bool:
@@ -32,8 +32,8 @@ def shard_files(source: str | PathLike[str]) -> list[Path]:
     if re.match(r"[a-z0-9]+:", text) and not Path(text).exists():
         raise DataError(printable(f"{text} is no file: fetch the shards first, or pass an iterable"))
     for name in _expanded(text):
-        if len(found) > _MOST_SHARDS:
-            raise DataError(printable(f"{text} names more than {_MOST_SHARDS:,} shards"))
+        if len(found) > MOST:
+            raise DataError(printable(f"{text} names more than {MOST:,} shards"))
         if _has_pattern(name) and not Path(name).exists():
             found += sorted(Path(path) for path in glob.glob(name, recursive=True))  # noqa: PTH207
         else:
@@ -57,6 +57,8 @@ def _expanded(text: str) -> Iterator[str]:
 
     >>> list(_expanded("{a,b}/{08..10}.tar"))
     ['a/08.tar', 'a/09.tar', 'a/10.tar', 'b/08.tar', 'b/09.tar', 'b/10.tar']
+    >>> list(_expanded("{0..10}"))[-2:]
+    ['9', '10']
     """
     found = re.search(r"\{([^{}]*)\}", text)
     if found is None:
@@ -65,7 +67,10 @@ def _expanded(text: str) -> Iterator[str]:
     numbers = re.fullmatch(r"([0-9]{1,12})\.\.([0-9]{1,12})", found[1])
     if numbers is not None:
         first, last = int(numbers[1]), int(numbers[2])
-        width = max(map(len, numbers.groups())) if numbers[1].startswith("0") else 0
+        if last - first >= MOST:
+            raise DataError(printable(f"{text} names more than {MOST:,} shards"))
+        padded = any(len(end) > 1 and end.startswith("0") for end in numbers.groups())
+        width = max(map(len, numbers.groups())) if padded else 0
         parts: Any = (f"{k:0{width}}" for k in range(first, last + 1))
     elif "," in found[1]:
         parts = found[1].split(",")
