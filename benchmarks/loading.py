@@ -4,9 +4,9 @@
     python benchmarks/loading.py --size 512 --shape 256 --images 2000
 
 Images per second of the loader alone, of the network alone (on samples that are there) and of both together,
-`trueup.estimate.measure` itself, from a folder of JPEGs, from tar shards and from a .npy file, in one run. Both
-together can be no faster than the slower one: what is left of that is the last column. `one by one` is the
-loader alone without threads.
+`trueup.estimate.measure` itself, from a folder of JPEGs, from tar shards and from a .npy file, in one run.
+Both together can be no faster than the slower one: what is left of that is the last column. `one by one` is
+the loader alone without threads.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import io
 import tarfile
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -36,19 +37,19 @@ def write(folder: Path, count: int, size: int, shape: int) -> dict[str, Path]:
     (folder / "jpegs").mkdir()
     (folder / "shards").mkdir()
     samples = np.zeros((count, shape, shape, 3), np.uint8)
-    tars = [tarfile.open(folder / "shards" / f"{k:03}.tar", "w") for k in range(10)]
-    for k in range(count):
-        picture = Image.fromarray(rough[k]).resize((size, size), Image.Resampling.BICUBIC)
-        samples[k] = np.asarray(picture.resize((shape, shape)))
-        file = io.BytesIO()
-        picture.save(file, "JPEG", quality=90)
-        (folder / "jpegs" / f"{k:06}.jpg").write_bytes(file.getvalue())
-        info = tarfile.TarInfo(f"{k:06}.jpg")
-        info.size = file.tell()
-        file.seek(0)
-        tars[k % 10].addfile(info, file)
-    for tar in tars:
-        tar.close()
+    with ExitStack() as opened:
+        names = [folder / "shards" / f"{k:03}.tar" for k in range(10)]
+        tars = [opened.enter_context(tarfile.open(path, "w")) for path in names]
+        for k in range(count):
+            picture = Image.fromarray(rough[k]).resize((size, size), Image.Resampling.BICUBIC)
+            samples[k] = np.asarray(picture.resize((shape, shape)))
+            file = io.BytesIO()
+            picture.save(file, "JPEG", quality=90)
+            (folder / "jpegs" / f"{k:06}.jpg").write_bytes(file.getvalue())
+            info = tarfile.TarInfo(f"{k:06}.jpg")
+            info.size = file.tell()
+            file.seek(0)
+            tars[k % 10].addfile(info, file)
     np.save(folder / "samples.npy", samples)
     return {
         "folder of JPEGs": folder / "jpegs",
@@ -83,12 +84,9 @@ def main() -> None:
         down_block_types=("DownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "UpBlock2D"),
     )
-    denoiser = as_denoiser(
-        network.to(options.device),
-        scheduler=DDPMScheduler(),
-        batch_size=options.batch_size,
-        device=options.device,
-    )
+    network = network.to(options.device)
+    how = {"batch_size": options.batch_size, "device": options.device}
+    denoiser = as_denoiser(network, scheduler=DDPMScheduler(), **how)
     levels = torch.linspace(10, 990, options.levels).round().tolist()
     how = {"levels": levels, "trust": True, "progress": False}
     with tempfile.TemporaryDirectory() as name:
@@ -116,7 +114,7 @@ def main() -> None:
             rates = [options.images / t for t in (single, loader, alone, both)]
             rows.append([kind, *(f"{rate:.0f}" for rate in rates), f"{max(loader, alone) / both:.2f}"])
     heads = ["images/s from", "one by one", "loader", "network", "both", "both / slower of the two"]
-    print(table(heads, rows))
+    print(table([heads, *rows]))
 
 
 if __name__ == "__main__":
