@@ -166,7 +166,7 @@ def test_paths_that_hold_no_images_are_refused(tmp_path):
         Samples(tmp_path / "nowhere", (3, 6, 5), PIXELS)
     with pytest.raises(DataError, match=r"nowhere\.npy is not there: pass a folder"):
         Samples(tmp_path / "nowhere.npy", (3, 6, 5), PIXELS)
-    with pytest.raises(DataError, match=r"notes\.txt is not a folder, \.npy or \.npz"):
+    with pytest.raises(DataError, match=r"notes\.txt is not a folder, \.npy, \.npz or \.tar"):
         Samples(tmp_path / "notes.txt", (3, 6, 5), PIXELS)
 
 
@@ -679,8 +679,7 @@ def test_hugging_face_dataset():
         assert labels_of(source) == [4, 3, 2, 1, 0]
     assert len(Samples(dataset, (3, 6, 5), PIXELS)) == 5
     renamed = dataset.rename_columns({"image": "photo"})
-    with pytest.raises(DataError, match=r"rows have \['caption', 'label', 'photo'\]"):
-        read(renamed)
+    assert torch.equal(read(renamed), expected)  # known by its type
     splits = datasets.DatasetDict({"train": dataset, "test": dataset})
     with pytest.raises(DataError, match=r"pass one split of the dataset, for instance dataset\['train'\]"):
         Samples(splits, (3, 6, 5), PIXELS)

@@ -127,10 +127,10 @@ def job(model, images, tmp_path_factory):
         next(changed.parameters()).add_(1.0)
     other_model = save(changed, tmp_path_factory.mktemp("other-model"))
     other_images = shutil.copytree(images, out / "other-images")
-    # Not among the few that ranks compare before they begin.
-    pixels = np.asarray(Image.open(images / "018.png")).copy()
+    # Among the few that ranks compare before they begin: of the others each reads its own.
+    pixels = np.asarray(Image.open(images / "000.png")).copy()
     pixels[0, 0] ^= 1
-    Image.fromarray(pixels).save(other_images / "018.png")
+    Image.fromarray(pixels).save(other_images / "000.png")
     done = torchrun(3, HERE / "ranks_library.py", model, other_model, images, other_images, out)
     assert done.returncode == 0, done.stderr
     return out
@@ -165,7 +165,7 @@ def test_a_rank_may_measure_alone(job, model, images):
     [
         ("seed", "rank 1 was given another seed"),
         ("weights", "rank 1 was given another weights"),
-        ("images", "rank 2 has read other images than rank 0"),
+        ("images", "rank 2 was given another set of images"),
         ("labels", "rank 1 was given another set of labels"),
         ("broken", "rank 1 was given another choice of images"),
         ("count", "rank 1 was given another choice of images"),

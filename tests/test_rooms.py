@@ -11,7 +11,7 @@ import trueup
 
 SRC = Path(trueup.__file__).parent
 ROOMS = (
-    {"errors", "statistics", "files", "progress"},
+    {"errors", "statistics", "files", "progress", "patterns"},
     {"process", "parametrization", "bands", "noise", "solvers", "stored", "fitted", "distributed"},
     {"denoiser", "images", "hf", "analytic"},
     {"calibration"},

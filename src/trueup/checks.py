@@ -10,6 +10,7 @@ from typing import Any
 from trueup import typed
 from trueup.errors import Argument, DataError, ModelError, TrueupError
 from trueup.files import bundled, is_hub_name
+from trueup.patterns import is_shards, shard_files
 from trueup.solvers import FITTED, check_evaluations
 
 # Options of `likelihood` that only one of its methods has.
@@ -48,8 +49,11 @@ def check(options: argparse.Namespace) -> None:
     for path in getattr(options, "files", ()):
         if not path.is_file():
             raise TrueupError(f"{path} is not a file that `trueup calibrate --shard` wrote")
-    if getattr(options, "data", None) is not None and not bundled(options.data).exists():
-        raise DataError(f"{options.data} is not there: name a folder of images, a .npy or an .npz file")
+    data = getattr(options, "data", None)
+    if data is not None and is_shards(data):
+        shard_files(data)
+    elif data is not None and not bundled(data).exists():
+        raise DataError(f"{data} is not there: name a folder of images, tar shards, a .npy or an .npz file")
     if hasattr(options, "model") and (code := typed.code(options.model)) is not None:
         if not code[0].is_file():
             raise ModelError(f"{code[0]} is not there: {options.model} names code to run")

@@ -290,11 +290,15 @@ def parser() -> _Parser:
 def _add_data(parser: _Parser, images: int | None) -> Any:
     data = parser.add_argument_group("images")
     add = data.add_argument
-    add("--data", help="a folder of images, a .npy or .npz file, or bundled:images")
+    where = "a folder of images, tar shards ('shards/{000..127}.tar', a folder of them), a .npy or .npz file"
+    add("--data", help=f"{where}, or bundled:images")
     picked = f"use N, picked at random with --seed (default: {images or '200, or 32 with --ode'})"
     add("--images", **_COUNT, default=images, help=picked)
     table = "a .csv or .jsonl file with the folder's files and a text or label for each; metadata.csv, .txt "
     add("--captions", **_FILE, help=f"{table}files beside the images and folders of classes are found")
+    column = "of tar shards: how the names of {} end"
+    add("--image-column", metavar="NAME", help=f"{column.format('images')}, where there are several")
+    add("--label-column", metavar="NAME", help=f"{column.format('labels')}, or a key of their .json")
     sizes = "make images the model's size; else they must be (a latent model's: shorter, and cropped)"
     add("--resize", choices=("shorter", "exact"), help=sizes)
     add("--crop", choices=("center",), help="cut out the middle, after resizing")

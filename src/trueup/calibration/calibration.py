@@ -340,6 +340,8 @@ class Calibration:
             f"uncalibration score: {'unknown' if math.isnan(bits.value) else score}",
         ]
         lines += self._of_classes()
+        if isinstance(self.provenance.get("chosen"), str):
+            lines.append(f"images: {e.images:,}, {self.provenance['chosen']}")
         if self.generated:
             lines.append("measured on the model's own samples: errors that these share with it do not show")
         if self.samples is not None:

@@ -154,7 +154,7 @@ def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) 
         data = shared.images_of(options, denoiser)
         trust = run is None or options.trust  # `check` looks for itself
     classes = classes_of(data, denoiser) if options.per_class else ()
-    if denoiser.vocabulary is not None and open_images(data, denoiser).labels is None:
+    if denoiser.vocabulary is not None and not open_images(data, denoiser).labelled:
         say(options, "these images have no captions: the network is told the empty prompt (--captions)")
     common |= {"trust": trust, "classes": classes, "per_embedding": options.per_embedding}
     common |= {"share": getattr(options, "shard", None), "ranks": options.command == "calibrate"}

@@ -17,6 +17,7 @@ from trueup.calibration import Attachment, Calibration, load
 from trueup.commands.code import run_code
 from trueup.denoiser import Denoiser
 from trueup.errors import Argument, MismatchError, ModelError
+from trueup.estimate.run import SHARDS
 from trueup.files import printable, write
 from trueup.hf import as_denoiser
 from trueup.images import Images, open_images
@@ -91,6 +92,9 @@ def no_solver(options: argparse.Namespace, calibration: Calibration, nfe: int) -
 def images_of(options: argparse.Namespace, denoiser: Denoiser, count: int | None = None) -> Images:
     """The images named on the command line; those that will be made to fit are mentioned, once."""
     how = given(options, "captions", "resize", "crop", "flip", "data_range", "seed", "skip_bad")
+    how |= given(options, "image_column", "label_column")
+    run = run_directory(options) if hasattr(options, "run") else None
+    how["index"] = None if run is None else run / SHARDS
     images = Images(options.data, count=count or options.images, **how)
     asked = getattr(options, "said_fitted", False) or options.resize or options.crop
     look = denoiser.autoencoder is not None and not asked

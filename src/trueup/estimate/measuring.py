@@ -24,11 +24,11 @@ from trueup.errors import Argument, DataError, ModelError
 from trueup.estimate.conditions import Conditions, keys, see
 from trueup.estimate.diagnose import check_use, refuse_nonsense
 from trueup.estimate.moments import Moments
-from trueup.estimate.run import Run
+from trueup.estimate.run import SHARDS, Run
 from trueup.estimate.shares import agree, checked_share, of_all_ranks
 from trueup.hf import as_denoiser
 from trueup.hf.hub import name_of
-from trueup.images import Batch, Samples, open_images
+from trueup.images import Batch, Ranks, Samples, as_images, open_images
 from trueup.noise import checked_seed, level_key, level_keys, normal, normals
 from trueup.process import NoiseProcess
 from trueup.progress import Progress
@@ -137,7 +137,10 @@ def _of_share(
     denoiser.check_bare()
     if not isinstance(mean_images, int) or mean_images < 0:
         raise DataError(f"mean_images is a whole number of at least 0, not {mean_images!r}")
-    samples, process = open_images(data, denoiser, count=IMAGES), denoiser.process
+    images = as_images(data, IMAGES)
+    if run is not None and images.index is None:
+        images = replace(images, index=Path(run) / SHARDS)
+    samples, process = open_images(images, denoiser), denoiser.process
     provenance = {
         "model": denoiser.description,
         "weights": denoiser.fingerprint(),
@@ -148,6 +151,7 @@ def _of_share(
         # Not data but samples, see `trueup.sampling.generate`.
         "generated": getattr(samples.images.source, "origin", None),
         "grouping": samples.images.groups is not None,
+        "chosen": samples.chosen(),
     }
     base_model = name_of(denoiser.network)
     if base_model is not None:
@@ -293,8 +297,13 @@ def _measure(
     kept = len(moments.indices)  # samples in the last checkpoint
     shown: dict[str, Any] = {"done": min(done * counts, total), "show": progress if speaks else False}
     known = None if expected is None else total
+    dealt: dict[str, Any] = {}
+    if share[1] > 1:
+        dealt["mine"] = lambda block: block % share[1] == share[0] - 1
+    if ranks:
+        dealt["ranks"] = Ranks(distributed.rank(), distributed.size(), distributed.gather)
     with denoiser.evaluating(), Progress(known, "measuring", **shown) as bar:
-        for batch in samples.batches(denoiser.batch_size, share=share, **_new(moments)):
+        for batch in samples.batches(denoiser.batch_size, **dealt, **_new(moments)):
             if denoiser.conditional and batch.y is None:
                 raise DataError(NEEDS_LABELS)
             check_finite(moments)  # of the batch before: its last evaluations ran while this one was read

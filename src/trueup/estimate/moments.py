@@ -257,7 +257,8 @@ class Moments:
     def __add__(self, other: Moments) -> Moments:
         """The moments of both sets of samples: later images, or another machine's. They must not overlap."""
         ours, theirs = (
-            (m.shape, m.bands.edges, m.folds, m.classes, m.t.tolist(), m.provenance) for m in (self, other)
+            (m.shape, m.bands.edges, m.folds, m.classes, m.t.tolist(), {**m.provenance, "chosen": None})
+            for m in (self, other)
         )
         if ours != theirs:
             raise TrueupError("moments measured with other settings cannot be added")
@@ -275,6 +276,9 @@ class Moments:
         added |= {name: torch.cat([getattr(self, name), getattr(other, name)]) for name in _NOTES}
         if self.conditions is not None and other.conditions is not None:
             added["conditions"] = self.conditions + other.conditions
+        chosen = dict.fromkeys(m.provenance.get("chosen") for m in (self, other))
+        if len(chosen) > 1:
+            added["provenance"] = {**self.provenance, "chosen": "; ".join(map(str, chosen))[:1000]}
         return replace(self, **added, data_digest=(self.data_digest + other.data_digest) & _WRAP)
 
     def pooled(self) -> Moments:

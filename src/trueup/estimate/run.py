@@ -25,6 +25,7 @@ from trueup.stored import Bounds, check_tensors, part
 
 KIND = "a run"
 CHECKPOINT = "checkpoint.safetensors"
+SHARDS = "shards.safetensors"  # where everything is in the tar shards that are measured
 _LOOKED_AT = 16  # images read again on resuming, to see that the data is still the same
 
 
@@ -134,7 +135,7 @@ def _groups(batch: Batch, samples: Samples) -> list[int]:
 
 def settings_of(moments: Moments) -> dict[str, Any]:
     """Everything that must not change within a run, as JSON has it."""
-    own = ("binding", "generated", "process", "base_model")
+    own = ("binding", "generated", "process", "base_model", "chosen")
     process = json.dumps(moments.provenance["process"], sort_keys=True).encode()
     settings = {
         **{name: value for name, value in moments.provenance.items() if name not in own},

@@ -1,8 +1,8 @@
 """Shares of the images: of the ranks of one job, or of processes that never meet.
 
-Share k of n holds every n-th image of the order in which one process would use them, from the k-th on. All
-processes walk the same order, and an image has its noise from its index, so that n shares are the images
-and the noise of one process, whatever n is.
+Whole batches of one process are dealt: blocks of images in the order in which it would use them. An image has
+its noise from its index, so that n shares are the images and the noise of one process, whatever n is. Ranks
+read their own images alone and tell each other digests; processes that never meet each read all of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -61,11 +60,10 @@ def of_all_ranks(moments: Moments, samples: Samples) -> Moments:
     other = next((rank for rank, (*_, walked) in enumerate(said) if walked != said[0][3]), None)
     if other is not None:
         raise DataError(f"rank {other} has read other images than rank 0: give all ranks the same")
-    # In the order of one process, which dealt them out one by one.
-    indices, digests = (
-        torch.tensor([v for v in chain(*zip_longest(*(one[i].tolist() for one in said))) if v is not None])
-        for i in (0, 1)
-    )
+    # In the order of one process.
+    indices, digests = (torch.cat([one[i] for one in said]).long() for i in (0, 1))
+    order = samples.places(indices).argsort()
+    indices, digests = indices[order], digests[order]
     if len(indices.unique()) != len(indices):
         raise DataError("an image was measured by two ranks: use a new run directory")
     distributed.add(getattr(moments, name) for name in SUMS)
@@ -75,7 +73,7 @@ def of_all_ranks(moments: Moments, samples: Samples) -> Moments:
     if len(indices):  # a rank without images cannot tell how the network is called
         provenance["binding"] = next(one[2] for one in said if len(one[0]))
     digest = sum(digests.tolist()) & ((1 << 64) - 1)
-    noted: dict[str, Any] = {"indices": indices.long(), "digests": digests.long(), "data_digest": digest}
+    noted: dict[str, Any] = {"indices": indices, "digests": digests, "data_digest": digest}
     return replace(moments, provenance=provenance, **noted)
 
 

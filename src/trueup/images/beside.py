@@ -17,7 +17,7 @@ TEXT = ("text", "caption", "prompt")
 CLASS = ("label", "class")
 _FILE = ("file_name", "file", "image", "path")
 _FOUND = ("metadata.csv", "metadata.jsonl")  # the convention of Hugging Face's imagefolder
-_WHOLE = re.compile("-?[0-9]{1,18}")
+WHOLE = re.compile("-?[0-9]{1,18}")
 
 
 def labels_beside(
@@ -92,7 +92,7 @@ def _columns(path: Path) -> list[str]:
 
 def _class(value: Any, where: str) -> int:
     """A class number, however it is written."""
-    if isinstance(value, str) and _WHOLE.fullmatch(value.strip()):
+    if isinstance(value, str) and WHOLE.fullmatch(value.strip()):
         return int(value)
     if type(value) is int and abs(value) < 10**18:
         return value

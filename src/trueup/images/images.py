@@ -17,9 +17,11 @@ from trueup.errors import DataError
 class Images:
     """Images from anywhere.
 
-    source: a folder, .npy or .npz (images under `image`, labels under `label`), an array (n, ...), a torch or
-    Hugging Face dataset, any iterable; of images, of (image, label) pairs or of rows with columns so named.
-    count: use so many, picked at random (the same ones for the same seed; of a stream the first); None: all.
+    source: a folder, .npy or .npz (images under `image`, labels under `label`), tar shards (one, a folder of
+    them, "shards/{000..127}.tar"), an array (n, ...), a torch or Hugging Face dataset, any iterable; of
+    images, of (image, label) pairs or of rows with columns so named.
+    count: use so many, picked at random (the same ones for the same seed; of a stream the first, for which
+    Hugging Face's are shuffled); None: all.
     resize: None (sizes must match), "shorter" (shorter side to the model's size, aspect kept) or "exact"
     (both sides), bicubic with antialiasing. crop: None or "center". Where neither is given and the model has
     an autoencoder, pictures of another size are resized by their shorter side and cropped. flip: mirror every
@@ -30,7 +32,9 @@ class Images:
     names of its folders are found. groups: what belongs together (frames of a video, crops of a picture), a
     key per image or a function of its index: images of a group never vouch for each other. offset: added to
     every index; shards of one data set need indices of their own, since an image's noise is that of its
-    index. skip_bad: leave out what is unusable.
+    index. skip_bad: leave out what is unusable. image_column, label_column: names of a dataset's columns,
+    where they are not found by name or type; of tar shards the endings of members, or for a label a key of
+    their .json. index: a file that keeps what was found in tar shards, so that they are listed once.
 
     >>> Images("photos", count=200, resize="shorter", crop="center").count
     200
@@ -48,6 +52,9 @@ class Images:
     offset: int = 0
     seed: int = 0
     skip_bad: bool = False
+    image_column: str | None = None
+    label_column: str | None = None
+    index: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         counted = [] if self.count is None else [("count", self.count, 1)]

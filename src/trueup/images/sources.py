@@ -1,4 +1,4 @@
-"""Where samples come from: folders of pictures, array files, arrays, datasets, streams."""
+"""Where samples come from: folders of pictures, tar shards, array files, arrays, datasets, streams."""
 
 from __future__ import annotations
 
@@ -6,46 +6,89 @@ import math
 import os
 import zipfile
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from trueup.errors import DataError, ImageError
+from trueup.errors import DataError
 from trueup.files import bundled, line, printable
-from trueup.images.beside import TEXT
+from trueup.images.columns import BUFFER, IMAGE_KEYS, LABEL_KEYS, Columns, of_features, shuffled, undecoded
+from trueup.images.images import Images
+from trueup.images.shards import LISTED, Shards, open_shards
+from trueup.patterns import is_shards, shard_files
 
-_IMAGE_KEYS = ("image", "img", "pixel_values", "images", "x")
-_LABEL_KEYS = ("label", "labels", "class_labels", "y")
 _MOST_PACKED = 2000  # times; deflate cannot do better than about 1032
-_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 # Pillow names these formats, and does not decode them.
 _NOT_PICTURES = ("BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF")
 
 
-def open_source(source: Any) -> tuple[Any, Any, str]:
-    """(samples, labels or None, a name for error messages)."""
+@dataclass(frozen=True)
+class Source:
+    """Images, before anything is read."""
+
+    items: Any  # asked for by number, or iterated
+    labels: Any  # one per item, or None
+    name: str  # for error messages
+    columns: Columns
+    shuffled: bool = False  # a stream that comes in an order that was drawn
+
+
+def open_source(images: Images, *, text: bool) -> Source:
+    """Whatever `Images` were made of; text: captions are wanted, where there are some."""
+    source, columns = images.source, Columns(images.image_column, images.label_column, text)
     if isinstance(source, (str, Path)):
-        path = bundled(source)
-        if path.is_dir():
-            return _list_images(path), None, printable(str(path))
-        if path.suffix in (".npy", ".npz") and path.is_file():
-            return (*_open_numpy(path), printable(str(path)))
-        problem = "not a folder, .npy or .npz" if path.exists() else "not there"
-        raise DataError(printable(f"{path} is {problem}"), "pass a folder of images or an array file")
+        return _open_path(bundled(source), images, columns)
     if isinstance(source, (Tensor, np.ndarray)):
-        if source.ndim < 2:
-            raise DataError(f"an array of samples is (samples, *shape), got {tuple(source.shape)}")
-        return source, None, "the array"
+        return Source(_checked(source), None, "the array", columns)
     if isinstance(source, Mapping):
         raise DataError("pass one split of the dataset, for instance dataset['train']")
-    if hasattr(source, "__getitem__") or isinstance(source, Iterable):
-        return source, None, type(source).__name__
-    raise DataError(f"cannot read images from {type(source).__name__}")
+    if not hasattr(source, "__getitem__") and not isinstance(source, Iterable):
+        raise DataError(f"cannot read images from {type(source).__name__}")
+    name, columns = type(source).__name__, of_features(source, columns)
+    drawn = None if images.count is None else shuffled(source, images.seed)
+    return Source(
+        undecoded(source if drawn is None else drawn, columns), None, name, columns, drawn is not None
+    )
+
+
+def _open_path(path: Path, images: Images, columns: Columns) -> Source:
+    where = printable(str(path))
+    if path.is_dir():
+        files, tars = _list_images(path), _list_files(path, {".tar"})
+        if files and tars:
+            raise DataError(f"{where} holds both images and tar shards: name the shards ('{where}/*.tar')")
+        if files:
+            return Source(files, None, where, columns)
+        if not tars:
+            raise DataError(f"{where} holds no image that Pillow can read, and no .tar")
+        return Source(_shards(list(map(Path, tars)), images), None, where, Columns(text=columns.text))
+    if path.suffix in (".npy", ".npz") and path.is_file():
+        return Source(*_open_numpy(path), where, columns)
+    if is_shards(path):
+        return Source(_shards(shard_files(images.source), images), None, where, Columns(text=columns.text))
+    problem = "not a folder, .npy, .npz or .tar" if path.exists() else "not there"
+    raise DataError(f"{where} is {problem}", "pass a folder of images, tar shards or an array file")
+
+
+def _shards(paths: list[Path], images: Images) -> Shards:
+    draw = None if images.count is None else images.seed
+    how: dict[str, Any] = {"image": images.image_column, "label": images.label_column, "index": images.index}
+    found = open_shards(paths, draw=draw, **how)
+    if images.count is not None and len(found) < images.count and found.available > len(paths[:LISTED]):
+        held = f"{LISTED:,} of {found.available:,} shards, as many as are listed, hold {len(found):,} images"
+        raise DataError(f"{held}, and {images.count:,} were asked for: join shards, or name fewer of them")
+    return found
+
+
+def _checked(array: Any) -> Any:
+    if array.ndim < 2:
+        raise DataError(f"an array of samples is (samples, *shape), got {tuple(array.shape)}")
+    return array
 
 
 def is_indexed(source: Any) -> bool:
@@ -55,14 +98,31 @@ def is_indexed(source: Any) -> bool:
     return hasattr(source, "__getitem__") and hasattr(source, "__len__")
 
 
+def chosen(images: Images, items: Any, drawn: bool) -> str:
+    """Which of them are used, in words; drawn: a stream whose order is."""
+    if not is_indexed(items):
+        way = f"shuffled with seed {images.seed} ({BUFFER:,} rows at a time)" if drawn else "as it comes"
+        return f"the first of a stream, {way}"
+    of, picked = f"{len(items):,} images", images.count is not None and images.count < len(items)
+    if isinstance(items, Shards):
+        listed = len(items.paths)
+        of += f" in {listed:,}{f' of {items.available:,}' if items.available > listed else ''} shards"
+        picked = picked or items.available > listed
+    return f"drawn with seed {images.seed} from {of}" if picked else f"all of {of}"
+
+
 def _list_images(folder: Path) -> list[str]:
-    """Every image below a folder, sorted; hidden files (thumbnails, ._ files) are left out."""
+    """Every image below a folder."""
     formats = Image.registered_extensions()
-    known = {end for end, kind in formats.items() if kind in Image.OPEN and kind not in _NOT_PICTURES}
-    found = (p for p in folder.rglob("*") if p.suffix.lower() in known and p.is_file())
+    return _list_files(
+        folder, {end for end, kind in formats.items() if kind in Image.OPEN and kind not in _NOT_PICTURES}
+    )
+
+
+def _list_files(folder: Path, endings: set[str]) -> list[str]:
+    """Every file below a folder with such an ending, sorted, without hidden ones (thumbnails, ._ files)."""
+    found = (p for p in folder.rglob("*") if p.suffix.lower() in endings and p.is_file())
     files = sorted(p for p in found if not any(n.startswith(".") for n in p.relative_to(folder).parts))
-    if not files:
-        raise DataError(printable(f"{folder} holds no image that Pillow can read"))
     return [str(file) for file in files]  # as strings: a million of them fit in memory
 
 
@@ -72,14 +132,14 @@ def _open_numpy(path: Path) -> tuple[Any, Any]:
         raise DataError(f"{where} is not an .npz archive")
     try:
         if path.suffix == ".npy":
-            return open_source(np.lib.format.open_memmap(path, mode="r"))[0], None
+            return _checked(np.lib.format.open_memmap(path, mode="r")), None
         _check_sizes(path)
         with np.load(path, allow_pickle=False) as archive:
             names = list(archive.files)
-            image = next((n for n in (*_IMAGE_KEYS, "arr_0") if n in names), None)
+            image = next((n for n in (*IMAGE_KEYS, "arr_0") if n in names), None)
             if image is None:
-                raise DataError(f"{where} has arrays {names}; expected one named {', '.join(_IMAGE_KEYS)}")
-            label = next((n for n in _LABEL_KEYS if n in names), None)
+                raise DataError(f"{where} has arrays {names}; expected one named {', '.join(IMAGE_KEYS)}")
+            label = next((n for n in LABEL_KEYS if n in names), None)
             images, labels = archive[image], archive[label] if label else None
     except DataError:
         raise
@@ -89,7 +149,7 @@ def _open_numpy(path: Path) -> tuple[Any, Any]:
         raise DataError(f"{where} cannot be read: {line(error)}") from None
     if labels is not None and labels.shape[:1] != images.shape[:1]:
         raise DataError(f"{where} has images of shape {images.shape} and labels of shape {labels.shape}")
-    return open_source(images)[0], labels
+    return _checked(images), labels
 
 
 def _check_sizes(path: Path) -> None:
@@ -117,101 +177,3 @@ def _memory() -> float:
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, OSError, ValueError):
         return math.inf
-
-
-def read_image(picture: Any, where: str) -> Image.Image:
-    """A picture, or that of a file, decoded and turned as its EXIF data says; a damaged one is named."""
-    try:
-        if not isinstance(picture, Image.Image):
-            with Image.open(picture) as image:
-                raw = [str(tile[3]) for tile in image.tile]  # loading drops what says 16 bits
-                image.load()
-                image.info["raw modes"] = " ".join(raw)
-            picture = image
-        turned = ImageOps.exif_transpose(picture)  # a dataset's image may only be decoded here
-    except Exception as error:  # decoders raise RuntimeError, TypeError and more on damaged files
-        raise ImageError(f"{where} cannot be read as an image: {line(error)}") from None
-    turned.info = {**picture.info, **turned.info}
-    return turned
-
-
-def refuse_other_depths(image: Image.Image, where: str) -> None:
-    """Raise for a picture whose values are not 8 bits per channel: palettes, one bit, 16 bits, CMYK."""
-    if image.mode in ("P", "PA", "1"):
-        kind = "one-bit" if image.mode == "1" else "palette"
-        raise ImageError(
-            f"{where} is a {kind} image ({image.mode}): its values were quantized, and the likelihood "
-            "would be that of the palette; use the original"
-        )
-    raw = str(image.info.get("raw modes", ""))
-    depth = next((bits for bits in ("16", "2", "4") if f";{bits}" in raw), None)
-    if depth is not None:
-        raise ImageError(f"{where} has {depth} bits per channel; convert it to 8 bits first")
-    if image.mode not in ("L", "LA", "RGB", "RGBA") and not image.mode.startswith(("I", "F")):
-        raise ImageError(f"{where} is a {image.mode} image; convert it to RGB with 8 bits first")
-
-
-def picture_to_array(image: Image.Image, channels: int, where: str) -> np.ndarray[Any, Any]:
-    """A picture as 8-bit (channels, height, width); nothing is dropped to make it fit."""
-    if image.mode.startswith(("I", "F")):
-        raise ImageError(f"{where} is a {image.mode} image; convert it to 8 bits first")
-    mode = _MODES.get(channels)
-    if mode is None:
-        raise ImageError(f"{where} is an image, the model takes {channels} channels: pass arrays instead")
-    if channels == 1 and image.mode not in ("1", "L", "LA"):
-        kind = f"a colour image ({image.mode})"
-        raise ImageError(f"{where} is {kind}, the model takes one channel: convert it to grayscale")
-    pixels = np.asarray(image.convert(mode))
-    if channels != 4 and _has_transparency(image):
-        raise ImageError(f"{where} has transparency ({image.mode}), the model takes {mode}: flatten it first")
-    return pixels.reshape(image.height, image.width, channels).transpose(2, 0, 1)
-
-
-def _has_transparency(image: Image.Image) -> bool:
-    """An alpha channel, or a palette entry (or colour) marked transparent that some pixel has."""
-    if image.mode in ("RGBA", "RGBa", "LA", "La", "PA"):
-        return True
-    return "transparency" in image.info and bool((np.asarray(image.convert("RGBA"))[..., 3] < 255).any())
-
-
-def to_tensor(image: Any, where: str) -> Tensor:
-    """Whatever a dataset calls an image, as a tensor."""
-    try:
-        if isinstance(image, np.ndarray):
-            return torch.from_numpy(image.astype(image.dtype.newbyteorder("="), order="C"))
-        return torch.as_tensor(image).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
-        raise DataError(
-            f"{where} is a {type(image).__name__}; expected an image, an array or a tensor, alone, with a "
-            "label as (image, label), or as a row with a column named 'image'"
-        ) from None
-
-
-def split_row(item: Any, text: bool = False) -> tuple[Any, Any]:
-    """(image, label) of whatever a dataset yields; text: a caption, where there is one."""
-    if isinstance(item, Mapping):
-        key = next((k for k in _IMAGE_KEYS if k in item), None)
-        if key is None:
-            names = sorted(map(str, item))
-            raise DataError(f"the dataset's rows have {names}; expected a column named 'image'")
-        told = (*TEXT, *_LABEL_KEYS) if text else _LABEL_KEYS
-        return item[key], next((item[k] for k in told if k in item), None)
-    if isinstance(item, (tuple, list)) and len(item) in (1, 2) and not isinstance(item[0], (int, float)):
-        return item[0], item[1] if len(item) == 2 else None
-    return item, None
-
-
-def channels_first(array: Tensor, shape: tuple[int, ...], where: str) -> Tensor:
-    """An array in the model's axis order, whichever of the two usual orders it came in."""
-    if array.dim() == len(shape) - 1 and shape[0] == 1:
-        array = array.unsqueeze(0)
-    if array.dim() != len(shape):
-        raise DataError(f"{where} has shape {tuple(array.shape)}, the model takes {shape}")
-    if tuple(array.shape) == shape:
-        return array
-    moved = array.movedim(-1, 0)
-    if moved.shape[0] == shape[0] and (array.shape[0] != shape[0] or tuple(moved.shape) == shape):
-        return moved
-    if array.shape[0] != shape[0]:
-        raise DataError(f"{where} has shape {tuple(array.shape)}: the model takes {shape[0]} channels")
-    return array
