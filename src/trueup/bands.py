@@ -71,7 +71,7 @@ def along_last_axes(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     return x
 
 
-def kept_frequencies(shape: Sequence[int]) -> tuple[Tensor, ...] | None:
+def kept_frequencies(shape: Sequence[int]) -> list[list[int]] | None:
     """Along every axis the frequencies whose means are kept, of samples (C, *spatial); None: all of them.
 
     Of large samples those are the lowest, the same share of every axis, and those next to the harmonics of
@@ -80,21 +80,30 @@ def kept_frequencies(shape: Sequence[int]) -> tuple[Tensor, ...] | None:
 
     >>> [len(axis) for axis in kept_frequencies((3, 1024, 1024))], kept_frequencies((4, 128, 128))
     ([81, 81], None)
-    >>> kept_frequencies((16, 128, 128))[0].tolist()[-10:]
+    >>> kept_frequencies((16, 128, 128))[0][-10:]
     [31, 32, 33, 63, 64, 65, 95, 96, 97, 127]
     """
     channels, *spatial = shape
     if math.prod(shape) <= WHOLE:
         return None
-    share = min(1.0, (max(KEPT / channels, 1.0) / math.prod(spatial)) ** (1 / len(spatial)))
     axes = []
-    for size in spatial:
-        room = max(1, int(share * size))
+    for size, room in zip(spatial, _rooms(spatial, KEPT // channels), strict=True):
         combs = (_harmonics(size, period) for period in _PERIODS)
         comb: set[int] = next((comb for comb in combs if len(comb) <= _COMB * room), set())
         low = itertools.filterfalse(comb.__contains__, range(size))
-        axes.append(torch.tensor(sorted(comb | set(itertools.islice(low, room - len(comb))))))
-    return tuple(axes)
+        axes.append(sorted(comb | set(itertools.islice(low, room - len(comb)))))
+    return axes
+
+
+def _rooms(spatial: Sequence[int], most: int) -> list[int]:
+    """How many frequencies each axis keeps, at least one and about the same share, `most` together."""
+    rooms = [1] * len(spatial)
+    for steps in range(1, 1 + max(spatial)):
+        wider = [max(1, size * steps // max(spatial)) for size in spatial]
+        if math.prod(wider) > most:
+            break
+        rooms = wider
+    return rooms
 
 
 def _harmonics(size: int, period: int) -> set[int]:
@@ -122,7 +131,7 @@ class Bands:
         self,
         spatial: Sequence[int],
         edges: Sequence[float] | None = None,
-        frequencies: Sequence[Tensor] | None = None,
+        frequencies: Sequence[Sequence[int]] | None = None,
     ):
         self.spatial = tuple(int(n) for n in spatial)
         if not self.spatial or min(self.spatial) < 1:
@@ -148,7 +157,7 @@ class Bands:
         self.sizes = torch.bincount(self.index.flatten(), minlength=self.count)
         self._ready: dict[tuple[torch.device, torch.dtype], _Matrices] = {}
         self._sized: dict[tuple[int, ...], tuple[Bands, Tensor]] = {}
-        self.frequencies = tuple(map(torch.arange, self.spatial) if frequencies is None else frequencies)
+        self.frequencies = [torch.tensor(axis) for axis in frequencies or map(range, self.spatial)]
         self.box = tuple(len(axis) for axis in self.frequencies)
         self.length = math.prod(self.box)  # K
         self.whole = self.box == self.spatial
@@ -188,7 +197,8 @@ class Bands:
             edges = [round(edge * ratio, 9) for edge in self.edges]  # there and back is the same
             kept = None  # a large grid has no more to say than this one
             if not self.whole or math.prod(key) > WHOLE:
-                kept = [axis[axis < size] for axis, size in zip(self.frequencies, key, strict=True)]
+                axes = zip(self.frequencies, key, strict=True)
+                kept = [axis[axis < size].tolist() for axis, size in axes]
             bands = Bands(key, edges, kept)
             self._sized[key] = bands, torch.searchsorted(self.between, bands.between, right=True) - 1
         return self._sized[key]

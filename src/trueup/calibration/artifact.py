@@ -30,6 +30,7 @@ _PARTS = ("value", "error", "low", "high")
 _BY_LEVEL = ("loss", "eta2", "gain")
 _TOTALS = ("bound_gain", "shift_bound_gain")
 _MOST_SOLVERS = 100
+_LARGEST_MAPS = 2**30  # bytes
 _MOST_CLASSES, _LARGEST_LABEL = 100_000, 2**62
 _OF_CORRECTION = ("b", "a", "d", "support", "rho", "innovation", "changed_support")
 _DATA = ("data_mean", "data_variance", "data_variance_se")
@@ -171,7 +172,7 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
     # Before anything is built: a map that is in the file, times levels that are, bounds what we allocate.
     of_map = Bounds((channels, size), -1e9, 1e9, torch.float32)
     check_tensors({"data_mean": data_mean}, {"data_mean": of_map})
-    if not 1 <= levels <= 10_000 or levels * channels * size * 8 > LARGEST:
+    if not 1 <= levels <= 10_000 or levels * channels * size * 8 > _LARGEST_MAPS:
         raise ArtifactError(f"{levels} levels of samples of shape {shape} make no sense")
     bands = Bands.of(shape, numbers(meta.get("band_edges"), "band_edges", 0.0, 1e9, most=1000))
     groups: dict[str, dict[str, Tensor]] = {n: {} for n in ("solver", "class", "condition", "correction", "")}
