@@ -4,11 +4,12 @@
     python benchmarks/memory.py shapes          # latents of SD3, pixels, video: above a bare loop, and the file
     python benchmarks/memory.py growth          # images 100 to 50,000, and pictures 8x8 to 1024x1024
     python benchmarks/memory.py kept            # what means of some coefficients alone lose
+    python benchmarks/memory.py plan            # evaluations and GPU-hours of three large models, computed
 
 Peak resident memory, each in a process of its own. The first is of `trueup.calibrate` with a run directory and
 a small network. `shapes` and `growth` have a network that only scales its input, so that all there is is ours:
 the bare loop draws noise and calls it, at as many levels and with as many images. Times are of one core, and
-ours alone. `kept` measures the bundled network with all means, and with fewer and fewer.
+ours alone. `kept` measures the bundled network with all means, and with fewer and fewer. `plan` runs nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +26,26 @@ from PIL import Image
 
 import trueup
 from trueup import bands
-from trueup.bands import Bands
-from trueup.estimate import fit, measure
+from trueup.bands import KEPT, WHOLE, Bands
+from trueup.estimate import default_levels, fit, measure
+from trueup.fitting import gains
+from trueup.fitting.solve import TRAJECTORIES, fit_cost
 
 from common import table
 
+# TFLOP of a forward (two a multiplication and addition), noise, rows of a guided evaluation. DiT's paper counts
+# 118.6 G multiplications; SDXL's U-Net at 1024 pixels has about 3.0 T; of a transformer 2 parameters tokens and
+# 4 layers width tokens^2: 1.3 G, 30, 1536 and 21x30x52 for latents of 16x21x60x104.
+_TOKENS = 21 * 30 * 52
+MODELS = {
+    "DiT-XL/2, ImageNet at 256": (0.237, trueup.process.DiscreteVP.linear(), 1),
+    "SDXL at 1024": (6.0, trueup.process.DiscreteVP.scaled_linear(), 2),
+    "video, 1.3 G parameters": (
+        (2 * 1.3e9 * _TOKENS + 4 * 30 * 1536 * _TOKENS**2) / 1e12,
+        trueup.process.Flow(),
+        2,
+    ),
+}
 SHAPES = [(3, 32, 32), (4, 64, 64), (4, 128, 128), (16, 128, 128), (16, 21, 60, 104), (3, 1024, 1024)]
 
 _CALIBRATE = """
@@ -125,7 +141,7 @@ def by_kept(images: int) -> list[list[str]]:
     """A row for each share of means kept, of the bundled network: nats that the likelihood bound gains."""
     rows = [["means kept", "share", "shift", "spectral"]]
     for most in (10**6, 400, 200, 100, 50):
-        bands.WHOLE, bands.KEPT = (2**16, 20_000) if most > 10**5 else (1, most)
+        bands.WHOLE, bands.KEPT = (WHOLE, KEPT) if most > 10**5 else (1, most)
         bands._usual.cache_clear()
         data = trueup.Images("bundled:images", count=images)
         moments = measure("bundled:raw", data, trust=True, progress=False)
@@ -136,16 +152,34 @@ def by_kept(images: int) -> list[list[str]]:
     return rows
 
 
+def by_plan(sustained: float) -> list[list[str]]:
+    """A row for each model: evaluations to measure, judge and fit a solver of 8, and hours of a GPU."""
+    rows = [["model", "TFLOP a forward", "measure 500", "judge", "solver of 8", "GPU-hours", "50,000 images"]]
+    for name, (flops, process, rows_each) in MODELS.items():
+        levels = len(default_levels(process))
+        each = [500 * levels, 3 * gains.TRAJECTORIES * (gains.INTERVALS + 1)]
+        solver = rows_each * fit_cost(TRAJECTORIES, 8)  # guided: two rows each
+        hours = (sum(each) + solver) * flops / sustained / 3600
+        many = 50_000 * levels * flops / sustained / 3600
+        counts = [f"{n:,}" for n in (*each, solver)]
+        took = [f"{h:,.0f}" if h >= 10 else f"{h:.2g}" for h in (hours, many)]
+        rows.append([name, f"{flops:.3g}", *counts, *took])
+    return rows
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("what", nargs="?", default="folder", choices=("folder", "shapes", "growth", "kept"))
+    p.add_argument("what", nargs="?", default="folder", choices=("folder", "shapes", "growth", "kept", "plan"))
     p.add_argument("--images", type=int, nargs="+")
     p.add_argument("--levels", type=int, default=25)
     p.add_argument("--sizes", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512, 1024])
     p.add_argument("--size", type=int, default=8)
+    p.add_argument("--sustained", type=float, default=200.0, metavar="TFLOP/S", help="of a GPU, for `plan`")
     options = p.parse_args()
     if options.what == "shapes":
         return print(table(by_shape(SHAPES, (options.images or [4])[0], options.levels)))
+    if options.what == "plan":
+        return print(table(by_plan(options.sustained)))
     if options.what == "kept":
         return print(table(by_kept((options.images or [100])[0])))
     if options.what == "growth":

@@ -19,7 +19,7 @@ from trueup.errors import TrueupError
 
 WHOLE = 2**16  # values of a sample up to which means are kept of every coefficient
 MOST_PLACES = 2**24  # places of a grid
-KEPT = 20_000  # of larger ones: so many means, all channels together
+KEPT = 16_000  # of larger ones: so many means, all channels together
 _PERIODS = (16, 8, 4, 2)  # of patterns that repeat, as patches do
 _COMB = 1 / 3  # of an axis's frequencies that may be theirs
 
@@ -79,7 +79,7 @@ def kept_frequencies(shape: Sequence[int]) -> list[list[int]] | None:
     its harmonics where it is symmetric, and within one of them for the most part where it is not.
 
     >>> [len(axis) for axis in kept_frequencies((3, 1024, 1024))], kept_frequencies((4, 128, 128))
-    ([81, 81], None)
+    ([73, 73], None)
     >>> kept_frequencies((16, 128, 128))[0][-10:]
     [31, 32, 33, 63, 64, 65, 95, 96, 97, 127]
     """
