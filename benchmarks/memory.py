@@ -1,14 +1,14 @@
 """What calibrating holds, and what that grows with.
 
     python benchmarks/memory.py                 # images: 1,000 and 50,000 small pictures from a folder
-    python benchmarks/memory.py shapes          # latents of SD3, pixels, video: above a bare loop, and the file
+    python benchmarks/memory.py shapes          # latents, pixels, video: above a bare loop, and the file
     python benchmarks/memory.py growth          # images 100 to 50,000, and pictures 8x8 to 1024x1024
     python benchmarks/memory.py kept            # what means of some coefficients alone lose
     python benchmarks/memory.py plan            # evaluations and GPU-hours of three large models, computed
 
-Peak resident memory, each in a process of its own. The first is of `trueup.calibrate` with a run directory and
-a small network. `shapes` and `growth` have a network that only scales its input, so that all there is is ours:
-the bare loop draws noise and calls it, at as many levels and with as many images. Times are of one core, and
+Peak resident memory, each in a process of its own. The first is of `trueup.calibrate` with a run directory
+and a small network. `shapes` and `growth` have a network that only scales its input, so that all is ours: the
+bare loop draws noise and calls it, at as many levels and with as many images. Times are of one core, and
 ours alone. `kept` measures the bundled network with all means, and with fewer and fewer. `plan` runs nothing.
 """
 
@@ -33,9 +33,9 @@ from trueup.fitting.solve import TRAJECTORIES, fit_cost
 
 from common import table
 
-# TFLOP of a forward (two a multiplication and addition), noise, rows of a guided evaluation. DiT's paper counts
-# 118.6 G multiplications; SDXL's U-Net at 1024 pixels has about 3.0 T; of a transformer 2 parameters tokens and
-# 4 layers width tokens^2: 1.3 G, 30, 1536 and 21x30x52 for latents of 16x21x60x104.
+# TFLOP of a forward (two a multiplication and addition), noise, rows of an evaluation in use. DiT's paper
+# counts 118.6 G multiplications; SDXL's U-Net at 1024 pixels has about 3.0 T; a transformer's FLOP are 2
+# parameters tokens + 4 layers width tokens^2: 1.3 G, 30, 1536 and 21x30x52 for latents of 16x21x60x104.
 _TOKENS = 21 * 30 * 52
 MODELS = {
     "DiT-XL/2, ImageNet at 256": (0.237, trueup.process.DiscreteVP.linear(), 1),
@@ -120,7 +120,11 @@ def by_shape(shapes: list[tuple[int, ...]], count: int, levels: int) -> list[lis
         bare, bare_seconds, _ = ours(shape, count, levels, "bare")
         kept = shape[0] * Bands.of(shape).length
         each = 1e3 * (seconds - bare_seconds) / (count * levels)
-        memory = [f"{16 * levels * 3 * kept * 8 / 2**20:.0f} MiB", f"{peak:.0f} MiB", f"{peak - bare:.0f} MiB"]
+        memory = [
+            f"{16 * levels * 3 * kept * 8 / 2**20:.0f} MiB",
+            f"{peak:.0f} MiB",
+            f"{peak - bare:.0f} MiB",
+        ]
         files = [f"{size / 1e6:.2f} MB", f"{4 * (2 * levels + 1) * kept / 1e6:.1f} MB"]  # maps of every band
         rows.append(["x".join(map(str, shape)), *memory, *files, f"{each:.1f} ms"])
         print(*rows[-1], sep="  ", file=sys.stderr)
@@ -132,7 +136,9 @@ def by_images(counts: list[int], levels: int) -> list[list[str]]:
     rows = [["images", "peak", "CPU an image", "file"]]
     for count in counts:
         peak, seconds, size = ours((1, 8, 8), count, levels)
-        rows.append([f"{count:,}", f"{peak:.0f} MiB", f"{1e3 * seconds / count:.2f} ms", f"{size / 1e6:.3f} MB"])
+        rows.append(
+            [f"{count:,}", f"{peak:.0f} MiB", f"{1e3 * seconds / count:.2f} ms", f"{size / 1e6:.3f} MB"]
+        )
         print(*rows[-1], sep="  ", file=sys.stderr)
     return rows
 
@@ -169,27 +175,36 @@ def by_plan(sustained: float) -> list[list[str]]:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("what", nargs="?", default="folder", choices=("folder", "shapes", "growth", "kept", "plan"))
+    p.add_argument(
+        "what", nargs="?", default="folder", choices=("folder", "shapes", "growth", "kept", "plan")
+    )
     p.add_argument("--images", type=int, nargs="+")
     p.add_argument("--levels", type=int, default=25)
     p.add_argument("--sizes", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512, 1024])
     p.add_argument("--size", type=int, default=8)
     p.add_argument("--sustained", type=float, default=200.0, metavar="TFLOP/S", help="of a GPU, for `plan`")
     options = p.parse_args()
-    if options.what == "shapes":
-        return print(table(by_shape(SHAPES, (options.images or [4])[0], options.levels)))
-    if options.what == "plan":
-        return print(table(by_plan(options.sustained)))
-    if options.what == "kept":
-        return print(table(by_kept((options.images or [100])[0])))
-    if options.what == "growth":
-        print(table(by_images(options.images or [100, 1_000, 10_000, 50_000], 3)))
-        return print(table(by_shape([(3, n, n) for n in options.sizes], 4, options.levels)))
-    few, many = options.images or [1_000, 50_000]
+    count = (options.images or [4 if options.what == "shapes" else 100])[0]
+    tables = {
+        "shapes": lambda: [by_shape(SHAPES, count, options.levels)],
+        "plan": lambda: [by_plan(options.sustained)],
+        "kept": lambda: [by_kept(count)],
+        "growth": lambda: [
+            by_images(options.images or [100, 1_000, 10_000, 50_000], 3),
+            by_shape([(3, n, n) for n in options.sizes], 4, options.levels),
+        ],
+        "folder": lambda: [from_folder(*(options.images or [1_000, 50_000]), options.size)],
+    }
+    for rows in tables[options.what]():
+        print(table(rows))
+
+
+def from_folder(few: int, many: int, size: int) -> list[list[str]]:
+    """Two numbers of small pictures, and the ratio of what they take."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         network = UNet2DModel(
-            sample_size=options.size,
+            sample_size=size,
             in_channels=1,
             out_channels=1,
             layers_per_block=1,
@@ -201,9 +216,7 @@ def main() -> None:
         )
         network.save_pretrained(folder / "model")
         DDPMScheduler().save_pretrained(folder / "model")
-        pictures = np.random.default_rng(0).integers(
-            0, 256, (many, options.size, options.size), dtype=np.uint8
-        )
+        pictures = np.random.default_rng(0).integers(0, 256, (many, size, size), dtype=np.uint8)
         for k, picture in enumerate(pictures):
             place = folder / "images" / f"{k // 1000:03}"
             place.mkdir(parents=True, exist_ok=True)
@@ -219,7 +232,7 @@ def main() -> None:
             )
             peaks.append(int(done.stdout) / 1024)
             rows.append([f"{count:,}", f"{peaks[-1]:.0f} MiB"])
-    print(table([*rows, ["ratio", f"{peaks[1] / peaks[0]:.3f}"]]))
+    return [*rows, ["ratio", f"{peaks[1] / peaks[0]:.3f}"]]
 
 
 if __name__ == "__main__":

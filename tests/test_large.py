@@ -63,7 +63,9 @@ def test_up_to_65536_values_everything_is_kept(shape):
     assert Bands.of(shape).length == math.prod(shape[1:])
 
 
-@pytest.mark.parametrize("shape", [*SHAPES.values(), (3, 256, 256), (64, 40, 40), (2, 2**17), (5, 3, 900, 70)])
+@pytest.mark.parametrize(
+    "shape", [*SHAPES.values(), (3, 256, 256), (64, 40, 40), (2, 2**17), (5, 3, 900, 70)]
+)
 def test_of_larger_ones_the_lowest_and_those_of_patches_are_kept(shape):
     axes = kept_frequencies(shape)
     assert KEPT / 2 < shape[0] * math.prod(map(len, axes)) <= KEPT
@@ -92,7 +94,9 @@ def test_grids_that_no_file_could_hold_are_refused():
 # --- patterns of patches
 
 
-@pytest.mark.parametrize(("size", "channels", "period"), [(1024, 3, 16), (1024, 3, 4), (128, 16, 8), (128, 16, 2)])
+@pytest.mark.parametrize(
+    ("size", "channels", "period"), [(1024, 3, 16), (1024, 3, 4), (128, 16, 8), (128, 16, 2)]
+)
 def test_what_repeats_with_the_patches_is_kept(size, channels, period):
     """All of a pattern that is symmetric within a patch, and most of the power of any, its mean aside."""
     made, count = Bands.of((channels, size, size)), size // period
@@ -117,7 +121,9 @@ def test_a_patch_grid_and_a_drift_are_corrected_in_large_samples(monkeypatch):
         monkeypatch.setattr(bands, "WHOLE", whole)
         monkeypatch.setattr(bands, "KEPT", kept)
         bands._usual.cache_clear()
-        moments = measure(denoiser, 0.5 * normal(64, 1, 32, 32), levels=[600, 800, 950], trust=True, progress=False)
+        moments = measure(
+            denoiser, 0.5 * normal(64, 1, 32, 32), levels=[600, 800, 950], trust=True, progress=False
+        )
         assert moments.bands.whole == (kept == KEPT)
         gains.append(fit(moments, family="shift").evidence.gain.value)
     bands._usual.cache_clear()

@@ -143,7 +143,10 @@ def test_the_mean_of_what_is_taken_off_is_the_same_picture():
             means.append(c.b + c.bands.spread(c.a) * eps_hat + c.bands.spread(c.d) * u)
     for small, large in zip(means[:2], means[2:], strict=True):
         assert torch.allclose(
-            resampled(small, Bands((8, 8)), Bands((16, 16))), large, rtol=0, atol=1e-9 * float(small.abs().max())
+            resampled(small, Bands((8, 8)), Bands((16, 16))),
+            large,
+            rtol=0,
+            atol=1e-9 * float(small.abs().max()),
         )
 
 

@@ -293,11 +293,12 @@ def resampled(z: Tensor, bands: Bands, onto: Bands) -> Tensor:
     [4.0, 1.0, 0.0]
     """
     scale = math.sqrt(math.prod(onto.spatial) / math.prod(bands.spatial))
-    z, made = z.reshape(*z.shape[:-1], *bands.box), z.new_zeros(*z.shape[:-1], *onto.box)
+    made = scale * z.reshape(*z.shape[:-1], *bands.box)
     for axis, (ours, theirs) in enumerate(zip(bands.frequencies, onto.frequencies, strict=True)):
-        z = z.index_select(axis - len(bands.box), torch.isin(ours, theirs).nonzero().flatten())
-    shared = [torch.isin(b, a) for a, b in zip(bands.frequencies, onto.frequencies, strict=True)]
-    made[(..., *torch.meshgrid(*(part.nonzero().flatten() for part in shared), indexing="ij"))] = scale * z
+        made = made.movedim(axis - len(bands.box), 0)
+        kept = made.new_zeros(len(theirs), *made.shape[1:])
+        kept[torch.isin(theirs, ours)] = made[torch.isin(ours, theirs)]
+        made = kept.movedim(0, axis - len(bands.box))
     return made.flatten(-len(onto.box))
 
 

@@ -180,8 +180,8 @@ class FittedSolver:
             return torch.add(x * on_x, history[0], alpha=on_h)
         if len(x) > 1 and x.numel() > _AT_ONCE:
             rows = max(1, len(x) * _AT_ONCE // x.numel())
-            parts = zip(*(v.split(rows) for v in (x, *history)), strict=True)
-            return torch.cat([self.step(i, one, said) for one, *said in parts])
+            split = zip(*(v.split(rows) for v in (x, *history)), strict=True)
+            return torch.cat([self.step(i, one, said) for one, *said in split])
         w = self.weights[i].tolist()
         made = x * w[0]
         for weight, h in zip(w[1:], history, strict=False):

@@ -18,7 +18,7 @@ _DEEPEST = 5  # calls within calls that are looked at for networks
 
 
 def unwrapped(network: Any, *, fsdp: bool = True) -> Any:
-    """The network inside torch.compile, DataParallel, DistributedDataParallel and, unless told not to, FSDP."""
+    """The network inside torch.compile, DataParallel, DistributedDataParallel and, unless said, FSDP."""
     inner = getattr(network, "_orig_mod", None)  # torch.compile
     if inner is None and fsdp:
         inner = getattr(network, "_fsdp_wrapped_module", None)

@@ -1,7 +1,7 @@
 """Networks whose weights are not all here: spread over ranks (FSDP, tensor parallel), or kept elsewhere.
 
-They are called like any other, by all ranks in step. What is seen of their weights is what is seen of others: a
-few of each tensor, wherever they are.
+They are called like any other, by all ranks in step. What is seen of their weights is what is seen of
+others: a few of each tensor, wherever they are.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def dct_of(bands: Bands, x: Tensor) -> Tensor:
 
 
 def channels_at_once(x: Tensor) -> int:
-    """Channels of (n, C, *spatial) whose coefficients fit in memory together: they have no part in each other."""
+    """How many channels of (n, C, *spatial) to work on together: they have no part in each other."""
     return max(1, min(x.shape[1], x.shape[1] * _AT_ONCE // max(x.numel(), 1)))
 
 
@@ -129,7 +129,9 @@ def whitened(bands: Bands, x: Tensor, limit: Tensor, among: Tensor | None = None
     variance = power / bands.sizes.to(power)  # (C, bands)
     variance = variance.clamp_min(1e-6 * variance.mean().clamp_min(_LEAST))
     total = torch.zeros((), dtype=variance.dtype)
-    for part, goal, known in zip(x.split(count, 1), limit.split(count, 1), variance.split(count), strict=True):
+    for part, goal, known in zip(
+        x.split(count, 1), limit.split(count, 1), variance.split(count), strict=True
+    ):
         error = bands.sum_all((dct_of(bands, part) - dct_of(bands, goal)).square()) / known  # (n, c, bands)
         total = total + (error.sum((1, 2)) / limit[0].numel()).cpu()
     return total
