@@ -11,6 +11,8 @@ import trueup
 from trueup import bands
 from trueup.bands import KEPT, Bands, kept_frequencies
 from trueup.calibration import Correction
+from trueup.doctor.maps import grid
+from trueup.doctor.parts import Parts
 from trueup.estimate import Moments, fit, measure
 from trueup.estimate.confirm import score
 from trueup.fitting import fit_solver
@@ -126,6 +128,9 @@ def test_a_patch_grid_and_a_drift_are_corrected_in_large_samples(monkeypatch):
         )
         assert moments.bands.whole == (kept == KEPT)
         gains.append(fit(moments, family="shift").evidence.gain.value)
+        found = grid(Parts(moments))
+        assert found.found
+        assert found.period == 4
     bands._usual.cache_clear()
     power = float((0.1 * tile.tile(8, 8) + 0.2 * drift).square().sum())
     assert torch.allclose(gains[0], gains[1], rtol=0.05)
