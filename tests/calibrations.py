@@ -34,7 +34,7 @@ def make(
 ) -> Calibration:
     """A calibration whose map lives in the bands `keep`; levels: a number, or the times themselves."""
     noise = noise or process.ContinuousVP()
-    bands = Bands(shape[1:], edges)
+    bands = Bands.of(shape, edges)
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*dims):
@@ -43,7 +43,7 @@ def make(
     if isinstance(levels, int):
         levels = torch.linspace(noise.t_min, noise.t_max, levels, dtype=torch.float64)
     t = noise.snap(torch.as_tensor(levels, dtype=torch.float64))
-    count, size = len(t), math.prod(shape[1:])
+    count, size = len(t), bands.length
     kept = torch.tensor([float(k in keep) for k in range(bands.count)], dtype=torch.float64)
     b = normal(count, shape[0], size) * bands.spread(kept)
     a, d = (gain * normal(count, shape[0], bands.count) for _ in range(2))
@@ -106,7 +106,7 @@ def make(
 
 def fitted_solver(shape, noise, kept, generator, edges=None, nfe=2, guidance=1.5, **changes) -> FittedSolver:
     """A solver of random weights, tables and maps, the latter in the bands where kept (bands,) is 1."""
-    bands = Bands(shape[1:], edges)
+    bands = Bands.of(shape, edges)
 
     def normal(*dims):
         return torch.randn(*dims, generator=generator, dtype=torch.float64)
@@ -123,7 +123,7 @@ def fitted_solver(shape, noise, kept, generator, edges=None, nfe=2, guidance=1.5
         "weights": normal(nfe, 4),
         "bands": bands,
         "tables": normal(nfe, 4, shape[0], bands.count),
-        "offset": normal(nfe, shape[0], math.prod(shape[1:])) * bands.spread(kept),
+        "offset": normal(nfe, shape[0], bands.length) * bands.spread(kept),
         "guidance": guidance,
         "gains": "sqrt",
         "evidence": {"error_base": 0.21, "error": 0.08, "unknown": math.nan},

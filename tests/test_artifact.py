@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import trueup
 from trueup import fitted, process
-from trueup.bands import Bands
+from trueup.bands import Bands, kept_frequencies
 from trueup.calibration import Calibration, Evidence, FittedSolver
 from trueup.errors import ArtifactError, TrueupError
 from trueup.statistics import Number
@@ -887,7 +887,7 @@ def test_many_levels_of_a_large_map_allocate_nothing(path):
     def change(meta, tensors):
         _longer(tensors, 10_000)
         meta.update(shape=[1, 1024, 1024], band_edges=[1e9], kept_bands=[])
-        tensors["data_mean"] = torch.zeros(1, 2**20)
+        tensors["data_mean"] = torch.zeros(1, math.prod(map(len, kept_frequencies((1, 1024, 1024)))))
         tensors["b"] = tensors["b"][..., :0]
         for name in ("a", "d", "scale", "data_variance", "data_variance_se"):
             tensors[name] = tensors[name][..., :1]

@@ -271,7 +271,11 @@ DAMAGE = {
     ),
     "missing": (lambda m, t: t.pop("squares"), "it lacks squares"),
     "sample shape": (lambda m, t: m.update(shape=[2, -4, 6]), "sample shape makes no sense"),
-    "large": (lambda m, t: m.update(shape=[2, 2**19, 2**19]), "do not belong to its sample shape"),
+    "large": (lambda m, t: m.update(shape=[2, 2**19, 2**19]), "sample shape makes no sense"),
+    "larger than its sums": (
+        lambda m, t: m.update(shape=[2, 2**10, 2**10]),
+        "do not belong to its sample shape",
+    ),
     "classes": (lambda m, t: m.update(classes=[1, 1]), "classes make no sense"),
     "process": (lambda m, t: m["provenance"].update(process={"kind": "none"}), "damaged"),
     "no provenance": (lambda m, t: m.pop("provenance"), "it lacks provenance"),

@@ -114,7 +114,7 @@ def test_pictures_are_resampled_as_pictures():
     small, large = Bands((8, 8)), Bands((12, 20))
     z = small.dct(picture(8, 8)).flatten()
     assert torch.allclose(
-        large.idct(resampled(z, (8, 8), (12, 20)).reshape(12, 20)), picture(12, 20), rtol=0, atol=1e-6
+        large.idct(resampled(z, small, large).reshape(12, 20)), picture(12, 20), rtol=0, atol=1e-6
     )
 
 
@@ -143,7 +143,10 @@ def test_the_mean_of_what_is_taken_off_is_the_same_picture():
             means.append(c.b + c.bands.spread(c.a) * eps_hat + c.bands.spread(c.d) * u)
     for small, large in zip(means[:2], means[2:], strict=True):
         assert torch.allclose(
-            resampled(small, (8, 8), (16, 16)), large, rtol=0, atol=1e-9 * float(small.abs().max())
+            resampled(small, Bands((8, 8)), Bands((16, 16))),
+            large,
+            rtol=0,
+            atol=1e-9 * float(small.abs().max()),
         )
 
 

@@ -30,6 +30,7 @@ MEMORY = 3  # how many of the network's answers a step may use
 ENOUGH = 128  # trajectories; of fewer, a fit may not be sure that it helps
 HISTORIES = ("eps", "x0")
 _MOST = 1000  # evaluations
+_AT_ONCE = 2**23  # values of a state that a step makes together; at least one sample's
 _EXACT = ("t", "alpha", "sigma", "weights")  # kept as float64
 
 
@@ -75,7 +76,7 @@ class FittedSolver:
                 raise TrueupError(f"{name} of a solver is a number, not {value!r}")
 
     def _check_shapes(self) -> None:
-        channels, size = self.offset.shape[1:2], self.bands.index.numel()
+        channels, size = self.offset.shape[1:2], self.bands.length
         shapes: dict[str, tuple[int, ...]] = {
             "t": (self.nfe,),
             "alpha": (self.nfe + 1,),
@@ -177,6 +178,10 @@ class FittedSolver:
         if len(history) < self.memory(i):
             on_x, on_h = self.first_order(i)
             return torch.add(x * on_x, history[0], alpha=on_h)
+        if len(x) > 1 and x.numel() > _AT_ONCE:
+            rows = max(1, len(x) * _AT_ONCE // x.numel())
+            split = zip(*(v.split(rows) for v in (x, *history)), strict=True)
+            return torch.cat([self.step(i, one, said) for one, *said in split])
         w = self.weights[i].tolist()
         made = x * w[0]
         for weight, h in zip(w[1:], history, strict=False):
@@ -186,6 +191,8 @@ class FittedSolver:
         if tables is None:
             return made
         parts = torch.stack([x, *history])  # (J, B, C, *spatial)
+        if not self.bands.whole:  # a large sample's are as large, so that they are not kept for every step
+            tables, offset = self.bands.spread_all(tables), self.bands.fill(offset)
         z = (self.bands.dct(parts) * tables[: len(parts), None]).sum(0)
         return made + self.bands.idct(z + offset)
 
@@ -200,7 +207,7 @@ class FittedSolver:
         if size not in self._ready:
             bands = self.bands.resized(size)[0]
             tables = self.tables.new_zeros(*self.tables.shape[:-1], bands.count)
-            offset = self.offset.new_zeros(*self.offset.shape[:-1], bands.index.numel())
+            offset = self.offset.new_zeros(*self.offset.shape[:-1], bands.length)
             made = replace(self, bands=bands, tables=tables, offset=offset, evidence={})
             self._ready[size] = made
         return self._ready[size]
@@ -223,11 +230,11 @@ class FittedSolver:
         key = (i, x.device, x.dtype)
         if key not in self._ready:
             with torch.inference_mode(False):
-                spatial = self.bands.spatial
-                offset = self.offset[i].to(x).reshape(-1, *spatial)
-                tables = None
+                tables, offset = None, self.offset[i].to(x)
                 if self.tables[i].any() or self.offset[i].any():
-                    tables = self.bands.spread(self.tables[i]).to(x).reshape(1 + MEMORY, -1, *spatial)
+                    tables = self.tables[i].to(x)
+                    if self.bands.whole:
+                        tables, offset = self.bands.spread_all(tables), self.bands.fill(offset)
                 self._ready[key] = tables, offset
         return self._ready[key]
 
@@ -262,10 +269,10 @@ def unpack(
     meta: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
 ) -> FittedSolver:
     """The solver of samples of this shape, or ArtifactError if it makes no sense."""
-    nfe, channels, size = whole(meta, "nfe", 1, _MOST), shape[0], math.prod(shape[1:])
-    if nfe * channels * size * 8 > LARGEST:
-        raise ArtifactError(f"{name} has {nfe} steps of {channels} x {size} values")
-    bands = Bands(shape[1:], numbers(meta.get("band_edges"), "band_edges", 0.0, 1e9, most=1000))
+    nfe, channels = whole(meta, "nfe", 1, _MOST), shape[0]
+    bands = Bands.of(shape, numbers(meta.get("band_edges"), "band_edges", 0.0, 1e9, most=1000))
+    if nfe * channels * bands.length * 8 > LARGEST:
+        raise ArtifactError(f"{name} has {nfe} steps of {channels} x {bands.length} values")
     coefficients = kept_coefficients(meta, bands)
     single = torch.float32
     bounds = {
@@ -276,7 +283,7 @@ def unpack(
         "offset": Bounds((nfe, channels, len(coefficients)), -1e9, 1e9, single),
     }
     check_tensors(tensors, {f"{name}.{key}": bound for key, bound in bounds.items()})
-    offset = torch.zeros(nfe, channels, size, dtype=torch.float64)
+    offset = torch.zeros(nfe, channels, bands.length, dtype=torch.float64)
     offset[..., coefficients] = tensors[f"{name}.offset"].double()
     (guidance,) = numbers([meta.get("guidance")], "guidance", -1e4, 1e4)
     evidence, provenance = (part(meta, key, dict) for key in ("evidence", "provenance"))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from trueup.bands import Bands
+from trueup.bands import MOST_PLACES, Bands
 from trueup.errors import ArtifactError
 from trueup.statistics import Number
 
@@ -65,7 +65,8 @@ def part(meta: Mapping[str, Any], name: str, kind: type[Part]) -> Part:
 def sample_shape(meta: Mapping[str, Any]) -> tuple[int, ...]:
     """The shape of a sample, (C, *spatial)."""
     shape = part(meta, "shape", list)
-    if not 2 <= len(shape) <= 6 or not all(type(n) is int and 0 < n < 2**20 for n in shape):
+    known = 2 <= len(shape) <= 6 and all(type(n) is int and 0 < n < 2**20 for n in shape)
+    if not known or math.prod(shape[1:]) > MOST_PLACES:
         raise ArtifactError("its sample shape makes no sense")
     return tuple(shape)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trueup import __version__, fitted, stored
-from trueup.bands import Bands
+from trueup.bands import Bands, kept_frequencies
 from trueup.calibration.classes import OfClass
 from trueup.calibration.conditions import OfConditions, pack_conditions, unpack_conditions
 from trueup.calibration.correction import CHANGED, GAINS, Correction, Innovation
@@ -30,6 +30,7 @@ _PARTS = ("value", "error", "low", "high")
 _BY_LEVEL = ("loss", "eta2", "gain")
 _TOTALS = ("bound_gain", "shift_bound_gain")
 _MOST_SOLVERS = 100
+_LARGEST_MAPS = 2**30  # bytes
 _MOST_CLASSES, _LARGEST_LABEL = 100_000, 2**62
 _OF_CORRECTION = ("b", "a", "d", "support", "rho", "innovation", "changed_support")
 _DATA = ("data_mean", "data_variance", "data_variance_se")
@@ -104,7 +105,7 @@ def _unpack_correction(
 ) -> Correction:
     """A correction at levels lam, of all of `tensors`."""
     # Gains beyond a hundred and shifts beyond a million are no corrections.
-    levels, size, single = lam.numel(), bands.index.numel(), torch.float32
+    levels, size, single = lam.numel(), bands.length, torch.float32
     coefficients, of_map = stored.kept_coefficients(meta, bands), Bounds((), -1e6, 1e6, single)
     bounds = dict.fromkeys(("a", "d"), Bounds((levels, channels, bands.count), -100.0, 100.0, single))
     bounds["b"] = of_map._replace(shape=(levels, channels, len(coefficients)))
@@ -166,13 +167,14 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
     """The fields of a calibration; what is inconsistent or unknown raises ArtifactError with the reason."""
     shape, provenance = stored.sample_shape(meta), part(meta, "provenance", dict)
     t, data_mean, digests = (part(tensors, name, Tensor) for name in ("t", "data_mean", "data_digests"))
-    levels, channels, size = t.numel(), shape[0], math.prod(shape[1:])
+    levels, channels, frequencies = t.numel(), shape[0], kept_frequencies(shape)
+    size = math.prod(shape[1:] if frequencies is None else map(len, frequencies))
     # Before anything is built: a map that is in the file, times levels that are, bounds what we allocate.
     of_map = Bounds((channels, size), -1e9, 1e9, torch.float32)
     check_tensors({"data_mean": data_mean}, {"data_mean": of_map})
-    if not 1 <= levels <= 10_000 or levels * channels * size * 8 > LARGEST:
+    if not 1 <= levels <= 10_000 or levels * channels * size * 8 > _LARGEST_MAPS:
         raise ArtifactError(f"{levels} levels of samples of shape {shape} make no sense")
-    bands = Bands(shape[1:], numbers(meta.get("band_edges"), "band_edges", 0.0, 1e9, most=1000))
+    bands = Bands.of(shape, numbers(meta.get("band_edges"), "band_edges", 0.0, 1e9, most=1000))
     groups: dict[str, dict[str, Tensor]] = {n: {} for n in ("solver", "class", "condition", "correction", "")}
     for name, tensor in tensors.items():
         kind = name.split(".")[0] if name.startswith(("solver.", "class.", "condition.")) else ""
@@ -216,7 +218,7 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
         "evidence": Evidence(
             images=images,
             folds=whole(meta, "folds", 1, 1024),
-            dimensions=channels * size,
+            dimensions=math.prod(shape),
             scale=tensors["scale"].double(),
             shift_se=tensors["shift_se"],
             **{n: Number(*(tensors[f"{n}.{part}"] for part in _PARTS)) for n in _BY_LEVEL},

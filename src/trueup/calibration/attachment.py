@@ -24,7 +24,7 @@ from trueup.calibration.hook import CorrectOutput
 from trueup.calibration.mismatch import ADVICE, FORCE, of_other_weights
 from trueup.denoiser import Binding, Denoiser, corrections, fingerprint, unwrapped
 from trueup.denoiser.adapters import Watch
-from trueup.denoiser.weights import is_sharded
+from trueup.denoiser.sharded import unseen
 from trueup.errors import AttachError, MismatchError
 from trueup.hf import is_pipeline, network_of, schedule
 from trueup.hf.loading import config_of
@@ -168,10 +168,15 @@ def _compile_again() -> None:
 
 
 def _target(model: Any) -> tuple[Any, Denoiser | None]:
+    return unwrapped(_network(model)), model if isinstance(model, Denoiser) else None
+
+
+def _network(model: Any) -> Any:
+    """The network of a model, in whatever it is wrapped in."""
     if isinstance(model, Denoiser):
-        return unwrapped(model.network), model
+        return model.network
     if is_pipeline(model) or isinstance(model, nn.Module):
-        return unwrapped(network_of(model) if is_pipeline(model) else model), None
+        return network_of(model) if is_pipeline(model) else model
     if isinstance(model, (str, Path)):
         raise AttachError("attach takes a loaded model or pipeline, not a path")
     kind = type(model).__name__
@@ -201,9 +206,10 @@ def _binding(calibration: Calibration, target: Any, denoiser: Denoiser | None, f
 
 
 def _check_model(model: Any, target: Any, denoiser: Denoiser | None, calibration: Calibration) -> None:
-    weights = fingerprint(target)
-    if isinstance(target, nn.Module) and is_sharded(target):
-        warnings.warn("the weights are sharded: nobody can tell if the calibration is theirs", stacklevel=4)
+    network = _network(model)
+    weights = fingerprint(network)
+    if isinstance(network, nn.Module) and unseen(network):
+        warnings.warn("the weights are elsewhere: nobody can tell if the calibration is theirs", stacklevel=4)
     elif not calibration.fits(weights):
         raise of_other_weights(calibration, weights, target)
     if denoiser is not None:

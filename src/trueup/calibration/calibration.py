@@ -42,7 +42,7 @@ class Calibration:
     evidence: Evidence
     family: str
     estimator: str
-    data_mean: Tensor  # (C, K) DCT of the data's mean
+    data_mean: Tensor  # (C, K) DCT of the data's mean, of the coefficients that the bands keep
     data_variance: Tensor  # (C, bands)
     data_variance_se: Tensor  # (C, bands)
     data_images: int
@@ -63,9 +63,9 @@ class Calibration:
         y: a label or more, for a conditional network, to find out how it is called.
         """
         denoiser.check_bare()
-        process, shape, bands = denoiser.process, denoiser.shape, Bands(denoiser.shape[1:])
+        process, shape, bands = denoiser.process, denoiser.shape, Bands.of(denoiser.shape)
         t = process.snap(process.t_of_lam(0.0)).reshape(1)
-        size, binding = math.prod(shape[1:]), denoiser.binding(y)
+        size, binding = bands.length, denoiser.binding(y)
 
         def zeros(*dims: int) -> Tensor:
             return torch.zeros(*dims, dtype=torch.float64)
@@ -167,7 +167,7 @@ class Calibration:
             correction=self.correction.resized(spatial, mean),
             shape=(self.shape[0], *bands.spatial),
             evidence=replace(self.evidence, scale=self.evidence.scale[..., old]),
-            data_mean=resampled(mean, made.spatial, spatial),
+            data_mean=resampled(mean, made, bands),
             data_variance=self.data_variance[..., old],
             data_variance_se=self.data_variance_se[..., old],
             provenance={**self.provenance, "measured_shape": list(self.shape)},

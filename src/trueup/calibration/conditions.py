@@ -91,8 +91,8 @@ class OfConditions:
         """On another grid than that of bands, see `Correction.resized`: maps are pictures."""
         if tuple(spatial) == bands.spatial:
             return self
-        old, maps = bands.resized(spatial)[1], resampled(self.maps, bands.spatial, spatial)
-        return replace(self, maps=maps, support=self.support[..., old])
+        onto, old = bands.resized(spatial)
+        return replace(self, maps=resampled(self.maps, bands, onto), support=self.support[..., old])
 
     def refined(self, lam: Tensor, bands: Bands) -> Tensor:
         """The maps where their course over lam bends, (R, Q, C, K); see `Correction.refined`."""
@@ -134,7 +134,7 @@ def unpack_conditions(
     own = {name.split(".", 1)[1]: tensor for name, tensor in tensors.items()}
     of_maps: dict[str, Tensor] = {name: own.pop(name) for name in ("maps", "support") if name in own}
     projection, bands, levels = unpack_projection(own), pooled.bands, len(pooled.lam)
-    kept, size = kept_coefficients(meta, bands), bands.index.numel()
+    kept, size = kept_coefficients(meta, bands), bands.length
     if levels * projection.count * channels * size * 8 > LARGEST:
         raise ArtifactError(f"{projection.count} features of embeddings make no sense")
     bounds = {

@@ -38,7 +38,7 @@ class Correction:
     """eps_corrected = eps_hat - b - idct(a dct(eps_hat) + d dct(u)), with b kept as its DCT."""
 
     lam: Tensor  # (L,) float64, falling
-    b: Tensor  # (L, C, K)
+    b: Tensor  # (L, C, K), of the coefficients that the bands keep
     a: Tensor  # (L, C, bands)
     d: Tensor  # (L, C, bands)
     bands: Bands
@@ -100,7 +100,7 @@ class Correction:
             rho, rest = self.innovation.rho, self.innovation.mean
 
         def moved(x: Tensor) -> Tensor:
-            return resampled(x, self.bands.spatial, spatial)
+            return resampled(x, self.bands, bands)
 
         eps_hat = rest + self.bands.spread(rho) * u  # its mean
         off = self.b + self.bands.spread(self.a) * eps_hat + self.bands.spread(self.d) * u
@@ -154,12 +154,9 @@ class Correction:
         support = self.support if of_forms is None else of_forms[CHANGED.index(form)]
         return replace(self, b=b, a=1 - kept, d=d, support=support, innovation=None)
 
-    def _grid(self, x: Tensor) -> Tensor:
-        return x.reshape(*x.shape[:-1], *self.bands.spatial)
-
     def shift_map(self) -> Tensor:
         """The constant part as images, (L, C, *spatial)."""
-        return self.bands.idct(self._grid(self.b))
+        return self.bands.picture(self.b)
 
     def refined(self) -> Correction:
         """What it is at every lam: levels between which it is linear, beyond which it is zero; equation 27.
@@ -197,9 +194,9 @@ class Correction:
 
     def delta(self, eps_hat: Tensor, u: Tensor) -> Tensor:
         """What is taken off, where every row is at a level of its own, or all are at the only one."""
-        a, d = (self._grid(self.bands.spread(part)) for part in (self.a, self.d))
+        a, d = (self.bands.spread_all(part) for part in (self.a, self.d))
         z, x = (self.bands.dct(v.to(self.b)) for v in (eps_hat, u))
-        return self.bands.idct(self._grid(self.b) + a * z + d * x)
+        return self.bands.idct(self.bands.fill(self.b) + a * z + d * x)
 
     def each(self, device: torch.device) -> list[Correction]:
         """Its levels one by one, on a device."""

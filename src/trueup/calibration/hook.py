@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trueup.bands import along_last_axes, dct_matrix
+from trueup.bands import Bands, along_last_axes, dct_matrix
 from trueup.calibration.calibration import Calibration
 from trueup.calibration.conditions import Projection
 from trueup.calibration.correction import interpolation_weights, level_position, refinement
@@ -42,6 +42,8 @@ class _Tables(NamedTuple):
     forward: list[Tensor]  # the DCT's matrices
     backward: list[Tensor]
     fused: ModuleType | None  # trueup.calibration.fused, where it works
+    places: Tensor | None = None  # (K,) of large samples, where in the box the constant's coefficients are
+    pictured: list[Tensor] | None = None  # or, where nothing else is corrected, their matrices back
     seen: Projection | None = None  # of an embedding
     maps: Tensor | None = None  # (R, Q, C * low box), what depends on it
     low: list[Tensor] | None = None  # their matrices back
@@ -209,8 +211,11 @@ class CorrectOutput:
         """What every row has at its level, or its class has."""
         dtype = _wide(output.dtype)
         if self.constant_only:
-            constant = (knots @ tables.constant).view(-1, *output.shape[1:])
-            return (output.to(dtype) - constant).to(output.dtype)
+            constant = knots @ tables.constant
+            if tables.pictured is not None:
+                box = [matrix.shape[1] for matrix in tables.pictured]
+                constant = along_last_axes(constant.view(-1, self.shape[0], *box), tables.pictured)
+            return (output.to(dtype) - constant.view(-1, *output.shape[1:])).to(output.dtype)
         wide, (left, near, far, on_b, on_x, on_u) = (
             output.to(dtype),
             knots[..., None].unbind(1),
@@ -221,7 +226,13 @@ class CorrectOutput:
         a, d = slopes.view(len(slopes), self.shape[0], 2, -1)[..., tables.bands].unbind(2)  # (B, C, box)
         z = along_last_axes(torch.stack([wide, x_t.to(wide)], 2), tables.forward)  # (B, C, 2, *box)
         output_z, input_z = z.flatten(3).unbind(2)
-        delta = constant.view_as(a) + a * output_z + (on_x[..., None] * a + on_u[..., None] * d) * input_z
+        delta = a * output_z
+        if tables.places is None:
+            delta = constant.view_as(a) + delta
+        else:
+            every = constant.view(*a.shape[:2], -1).expand(*delta.shape[:2], -1)
+            delta = delta.index_add(2, tables.places, every)
+        delta = delta + (on_x[..., None] * a + on_u[..., None] * d) * input_z
         back = along_last_axes(delta.view(-1, *z.shape[1:2], *z.shape[3:]), tables.backward)
         return (wide - back).to(output.dtype)
 
@@ -304,15 +315,28 @@ class CorrectOutput:
         knots = torch.stack([left, 1 - far, far, *factors], 1)
         none, matrices = torch.zeros(0), []
         slopes, band_of = none, none
-        constant = none
+        constant, kept = none, correction.bands
+        places, pictured = None, None
         if self.constant_only:
             knots = interpolation_weights(correction.lam, process.lam(self.nodes)) / k_output[:, None]
-            constant = correction.shift_map().flatten(1)  # (R, C * pixels)
+            if kept.whole:
+                constant = correction.shift_map().flatten(1)  # (R, C * pixels)
+            else:
+                constant = correction.b.flatten(1)  # (R, C * K): pixels would be many
+                pictured = [put(matrix.T.contiguous()) for matrix in _rows(kept, kept.box)]
         elif self.by_level:
             bands = correction.bands
             b, a, d = (torch.cat([getattr(made, n) for made in (correction, *own)]) for n in ("b", "a", "d"))
-            box = _box((b != 0) | (bands.spread(a) != 0) | (bands.spread(d) != 0), spatial)
-            constant = _crop(b, spatial, box).flatten(1)
+            gained = bands.spread_all(((a != 0) | (d != 0)).any(0).any(0))
+            box = _box(bands.fill((b != 0).any(0).any(0)) | gained, spatial)
+            if bands.whole:
+                constant = _crop(b, spatial, box).flatten(1)
+            else:
+                inside = torch.full(spatial, -1)
+                inside[tuple(map(slice, box))] = torch.arange(math.prod(box)).reshape(box)
+                inside = bands.keep(inside)  # (K,) where in the box
+                constant = b[..., inside >= 0].flatten(1)
+                places = put(inside[inside >= 0], torch.int64)
             slopes, band_of = (
                 torch.stack([a, d], 2).flatten(1),
                 _crop(bands.index.flatten(), spatial, box),
@@ -321,11 +345,11 @@ class CorrectOutput:
         embedded: tuple[Any, ...] = ()
         if self.conditions is not None:
             assert sized.conditions is not None
-            maps = sized.conditions.refined(sized.correction.lam, correction.bands)
-            low_box = _box(maps != 0, spatial)
-            back = [dct_matrix(n)[:k].T.contiguous() for n, k in zip(spatial, low_box, strict=True)]
+            maps = sized.conditions.refined(sized.correction.lam, kept)
+            low_box = _box((maps != 0).flatten(0, -2).any(0).reshape(kept.box), kept.box)
+            back = [matrix.T.contiguous() for matrix in _rows(kept, low_box)]
             seen = Projection(*map(put, vars(self.conditions.projection).values()))
-            cropped = put(_crop(maps, spatial, low_box).flatten(2))
+            cropped = put(_crop(maps, kept.box, low_box).flatten(2))
             embedded = (seen, cropped, [put(matrix) for matrix in back])
         return _Tables(
             put(self.boundaries),
@@ -337,7 +361,9 @@ class CorrectOutput:
             put(band_of, torch.int32),
             [m.contiguous() for m in matrices],
             [m.T.contiguous() for m in matrices],
-            _fused_kernel(device) if len(matrices) == 2 else None,
+            _fused_kernel(device) if len(matrices) == 2 and kept.whole else None,
+            places,
+            pictured,
             *embedded,
         )
 
@@ -396,9 +422,14 @@ def _fused_kernel(device: torch.device) -> ModuleType | None:
     return fused if fused.works(device) else None
 
 
-def _box(used: Tensor, spatial: tuple[int, ...]) -> tuple[int, ...]:
-    """The smallest corner of the DCT that holds every coefficient in use."""
-    grid = used.flatten(0, -2).any(0).reshape(spatial)
+def _rows(bands: Bands, box: tuple[int, ...]) -> list[Tensor]:
+    """The DCT's matrices at the first so many of the frequencies that are kept."""
+    axes = zip(bands.spatial, bands.frequencies, box, strict=True)
+    return [dct_matrix(size)[axis[:count]] for size, axis, count in axes]
+
+
+def _box(grid: Tensor, spatial: tuple[int, ...]) -> tuple[int, ...]:
+    """The smallest corner of the DCT that holds every coefficient in use, (*spatial)."""
     box = []
     for axis in range(len(spatial)):
         others = [i for i in range(len(spatial)) if i != axis]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trueup.denoiser.binding import Binding, find_binding, place
 from trueup.denoiser.memory import in_parts, out_of_memory
 from trueup.denoiser.network import corrections, eagerly, prediction, unwrapped
+from trueup.denoiser.sharded import uninferred
 from trueup.denoiser.weights import fingerprint
 from trueup.errors import ModelError
 from trueup.files import line
@@ -255,7 +256,10 @@ class Denoiser:
     def _tell(self, x_t: Tensor, times: Tensor, *y: Any) -> Any:
         """Call with times as the network counts them."""
         scale, offset = self.process.told
-        return self._call(x_t, times if scale == 1.0 and not offset else scale * times + offset, *y)
+        with uninferred(self.network) as left:
+            if left:
+                x_t, times = x_t.clone(), times.clone()  # the network may change them
+            return self._call(x_t, times if scale == 1.0 and not offset else scale * times + offset, *y)
 
     def embedding(self, y: Tensor) -> Tensor:
         """What conditions say, as the network is told it: of a vocabulary's numbers their embeddings."""

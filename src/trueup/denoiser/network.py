@@ -17,14 +17,14 @@ from trueup.errors import ModelError
 _DEEPEST = 5  # calls within calls that are looked at for networks
 
 
-def unwrapped(network: Any) -> Any:
-    """The network inside torch.compile, DataParallel, DistributedDataParallel and FSDP."""
+def unwrapped(network: Any, *, fsdp: bool = True) -> Any:
+    """The network inside torch.compile, DataParallel, DistributedDataParallel and, unless said, FSDP."""
     inner = getattr(network, "_orig_mod", None)  # torch.compile
-    if inner is None:
+    if inner is None and fsdp:
         inner = getattr(network, "_fsdp_wrapped_module", None)
     if inner is None and isinstance(network, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         inner = network.module
-    return network if inner is None else unwrapped(inner)
+    return network if inner is None else unwrapped(inner, fsdp=fsdp)
 
 
 def prediction(raw: Any) -> Tensor:

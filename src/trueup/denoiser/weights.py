@@ -13,16 +13,13 @@ from torch import Tensor, nn
 
 from trueup.denoiser.adapters import adapted_layers, adapters, base_name
 from trueup.denoiser.network import held, unwrapped
+from trueup.denoiser.sharded import PACKED, SAMPLED, Seen, is_spread, parameters, seen, unseen
 
-_SAMPLED = 4096  # weights hashed per tensor: enough to tell checkpoints apart, quick for billions
 _VALUES = 256  # that 8 bits tell apart
 _TELLS = 4 * _VALUES  # weights, of which floating point ones hardly share values
 _DISTINCT, _ROWS = 2**16, 4  # weights and rows that are looked at
 _WRAPPERS = re.compile(r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")  # of parts of it
 _COARSER = (torch.float32, torch.float16, torch.bfloat16)
-PACKED = frozenset(
-    dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.itemsize == 1
-) - {torch.bool}  # of quantised weights: int8, uint8, float8, whatever this torch has
 
 # Parts of a fingerprint that tell what became of weights; each is kept by dtype, as the whole is.
 BASE = " base"  # all but the adapters at work
@@ -37,11 +34,12 @@ def fingerprint(network: Any) -> dict[str, str]:
     A calibration made in float32 is then recognised by the same network in half precision. Adapters that are
     at work belong to the weights, those that rest do not. Beside the whole are parts of it (`BASE`, ...), by
     which a network that is not the same can be told what it is. Empty for a network without weights, and for
-    one whose weights are spread over devices and cannot be seen whole.
+    one whose weights cannot be seen. Of a network that ranks hold together all of them must ask, and all are
+    told the same, which is what one process would be told of it whole.
     """
     modules = [one for one in held(network) if isinstance(one, nn.Module)]
-    network = unwrapped(modules[0]) if len(modules) == 1 else None  # of several, who knows which
-    if network is None or is_sharded(network):
+    network = unwrapped(modules[0], fsdp=False) if len(modules) == 1 else None  # of several, who knows which
+    if network is None or unseen(network):
         return {}
     working = adapters(network)
     base, own = _split(network, working)
@@ -56,7 +54,7 @@ def fingerprint(network: Any) -> dict[str, str]:
     }
     parts = {"": sorted([*base, *own], key=_by_name)}
     parts |= {BASE: base} if working else {}
-    parts[VECTORS] = [(name, p) for name, p in base if p.dim() == 1 and p.is_floating_point()]
+    parts[VECTORS] = [(name, p) for name, p in base if len(p.shape) == 1 and p.dtype.is_floating_point]
     found: dict[str, str] = {}
     for part, tensors in parts.items():
         extra = "" if part or not working else _text_hash(scales.items())
@@ -69,8 +67,8 @@ def few_values(network: nn.Module) -> str | None:
     """How most weights show that they were quantised, in words: by their dtype, or by taking few values."""
     found: dict[str, int] = {}
     total = 0
-    for _, p in _tensors(unwrapped(network)):
-        if p.dim() > 1 and p.numel() >= _TELLS:
+    for _, p in () if is_spread(network) else _tensors(unwrapped(network)):
+        if isinstance(p, Tensor) and p.dim() > 1 and p.numel() >= _TELLS:
             total += p.numel()
             how = _name(p.dtype) if p.dtype in PACKED else _levels(p)
             if how is not None:
@@ -95,23 +93,18 @@ def _levels(p: Tensor) -> str | None:
     return f"rounded to {_VALUES} values or fewer" if whole or by_row else None
 
 
-def is_sharded(network: nn.Module) -> bool:
-    """Whether a network holds only its share of the weights (FSDP, tensor parallel), or none (offloaded)."""
-    found = network.named_parameters()
-    return any("_flat_param" in n or hasattr(p, "placements") or p.device.type == "meta" for n, p in found)
-
-
 def same_weights(ours: dict[str, str], theirs: dict[str, str], *, part: str = "", of: str = "") -> bool:
     """Whether two fingerprints agree at the finest dtype that both have: our `part` with theirs `of` it."""
     finest = next((n for n in map(_name, _COARSER) if n + part in ours and n + of in theirs), None)
     return finest is not None and ours[finest + part] == theirs[finest + of]
 
 
-def _split(network: nn.Module, working: Container[str]) -> tuple[list[tuple[str, Tensor]], ...]:
+def _split(network: nn.Module, working: Container[str]) -> tuple[list[tuple[str, Seen]], ...]:
     """The tensors that are a network's own, and those of the adapters at work, by name."""
     layers = {place for place, _ in adapted_layers(network)}
     base, own = [], []
-    for name, p in _tensors(network):
+    for name, tensor in _tensors(network):
+        p = tensor if isinstance(tensor, Seen) else seen(tensor)
         before, adapts = base_name(name, layers) if layers else (name, False)
         if not adapts:
             base.append((_WRAPPERS.sub("", before), p))
@@ -120,11 +113,10 @@ def _split(network: nn.Module, working: Container[str]) -> tuple[list[tuple[str,
     return sorted(base, key=_by_name), sorted(own, key=_by_name)
 
 
-def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor | Seen]]:
     """Parameters, what packed ones consist of, and packed weights that are kept elsewhere."""
-    for name, p in network.named_parameters():
-        if p.device.type != "meta":
-            yield from _opened(name, p.detach())
+    for name, p in parameters(network):
+        yield from [(name, p)] if isinstance(p, Seen) else _opened(name, p)
     for name, buffer in network.named_buffers():
         if buffer.dtype in PACKED and buffer.device.type != "meta":
             yield name, buffer.detach()
@@ -132,7 +124,7 @@ def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
         weight = module.weight() if isinstance(getattr(module, "weight", None), types.MethodType) else None
         if isinstance(weight, Tensor) and weight.is_quantized:
             yield f"{name}.weight", weight.int_repr()
-            yield f"{name}.values", weight.flatten()[:_SAMPLED].dequantize()
+            yield f"{name}.values", weight.flatten()[:SAMPLED].dequantize()
 
 
 def _opened(name: str, p: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -144,16 +136,12 @@ def _opened(name: str, p: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield from _opened(f"{name}.{inner}", getattr(p, inner))
 
 
-def _hash(tensors: list[tuple[str, Tensor]], dtype: torch.dtype, extra: str) -> str:
+def _hash(tensors: list[tuple[str, Seen]], dtype: torch.dtype, extra: str) -> str:
     digest = hashlib.blake2b(extra.encode(), digest_size=16)
     for name, p in tensors:
-        with torch._C.DisableTorchFunctionSubclass():  # a parameter of GGUF or bitsandbytes does more
-            flat = p.reshape(-1)
-            flat = flat.contiguous().view(torch.uint8) if p.dtype in PACKED else flat  # not all can be sliced
-            values = flat[:: max(1, p.numel() // _SAMPLED)].to("cpu")
-            if values.is_floating_point():
-                values = values.to(dtype).to(torch.float32)
-            digest.update(f"{name}{tuple(p.shape)}".encode())
+        with torch._C.DisableTorchFunctionSubclass():
+            values = p.values.to(dtype).to(torch.float32) if p.values.is_floating_point() else p.values
+            digest.update(f"{name}{p.shape}".encode())
             digest.update(values.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
@@ -162,7 +150,7 @@ def _text_hash(texts: Iterable[Any]) -> str:
     return hashlib.blake2b("\n".join(map(repr, texts)).encode(), digest_size=16).hexdigest()
 
 
-def _by_name(pair: tuple[str, Tensor]) -> str:
+def _by_name(pair: tuple[str, Any]) -> str:
     return pair[0]
 
 

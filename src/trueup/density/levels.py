@@ -40,7 +40,7 @@ def data_variance(x0: Tensor, bands: Bands) -> Tensor:
     # The mean of few says little: about zero, which is not too small.
     first = z if len(x0) >= _FEWEST else torch.zeros_like(z)
     rows = torch.ones(len(x0), dtype=torch.float64, device=z.device)
-    return band_variance(bands, first, bands.sum(z.square()), rows)[0]
+    return band_variance(bands, first, bands.sum_all(z.square()), rows)[0]
 
 
 @dataclass(frozen=True)

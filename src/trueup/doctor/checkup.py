@@ -126,9 +126,9 @@ def _of_parts(parts: Parts, few: str | None) -> tuple[list[Finding], dict[str, f
         "excess-noise": parts.part({"innovation": parts.noise}),
         "contrast": parts.part({"response": beyond, "innovation": 1 - parts.noise}),
     }
-    sizes = parts.moments.bands.sizes.expand_as(lowest[0])  # (C, bands)
+    means = parts.moments.bands.kept.expand_as(lowest[0])  # (C, bands)
     unknowns = {
-        "constant-map": beyond[0] * sizes,
+        "constant-map": beyond[0] * means,
         "drift": 2 * lowest[0],
         "excess-noise": parts.every[0],
         "contrast": parts.every[0] + beyond[0],

@@ -53,7 +53,7 @@ def grid(parts: Parts) -> Grid | None:
     level = (average.sum().square() - average.square().sum()) / pairs / parts.loss / moments.levels  # (L,)
     grams = {p: torch.zeros(2, folds, folds, dtype=torch.float64) for p in periods}
     for k, weight in enumerate(level):  # one by one: all of them are a lot for large samples
-        maps = moments.bands.idct(parts.residual[:, k].unflatten(-1, spatial))  # (F, C, *spatial)
+        maps = moments.bands.picture(parts.residual[:, k])  # (F, C, *spatial)
         z = torch.fft.fftn(maps, dim=tuple(range(2, maps.ndim)), norm="ortho").flatten(2)
         for p, (at, beside, _) in combs.items():
             for gram, w in zip(grams[p], (at - beside, beside), strict=True):

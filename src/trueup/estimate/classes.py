@@ -189,7 +189,8 @@ def _whole(
 def _drawn(centred: Centred, family: Family, pooled: Innovation) -> Innovation:
     """A class's innovation drawn towards that of all classes by what is noise in it, band by band."""
     own = of_network(centred, family)
-    bands, sizes = centred.moments.bands, centred.moments.bands.sizes.to(own.rho)
+    bands = centred.moments.bands
+    sizes, kept = bands.sizes.to(own.rho), bands.kept.to(own.rho).clamp_min(1.0)
     part = centred.eps_hat() - own.rho * centred.unit(U)
     power = centred.dot(part, part) / sizes  # of one coefficient, summed over samples
     noise = {
@@ -199,7 +200,7 @@ def _drawn(centred: Centred, family: Family, pooled: Innovation) -> Innovation:
         ),
     }
     seen = {
-        "mean": bands.sum((own.mean - pooled.mean).square()) / sizes,
+        "mean": bands.sum((own.mean - pooled.mean).square()) / kept,
         "rho": (own.rho - pooled.rho).square(),
     }
     share = {name: (1 - divide(noise[name], seen[name])).clamp_min(0.0) for name in noise}

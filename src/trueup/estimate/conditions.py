@@ -44,8 +44,8 @@ class Conditions:
         cls, projection: Projection, conditions: int, cells: tuple[int, int], channels: int, bands: Bands
     ) -> Conditions:
         """No evaluations yet, of so many folds and levels."""
-        low = max(1, int((bands.sizes.cumsum(0) <= COEFFICIENTS).sum()))
-        kept, q = int(bands.sizes[:low].sum()), projection.count
+        low = max(1, int((bands.kept.cumsum(0) <= COEFFICIENTS).sum()))
+        kept, q = int(bands.kept[:low].sum()), projection.count
         sizes = ((q,), (q, q), (q, 3, channels, kept))
         sums = [torch.zeros(*cells, *size, dtype=torch.float64) for size in sizes]
         return cls(projection, low, conditions, *sums)
@@ -102,7 +102,7 @@ def unpack_conditions(
         whole(meta, "conditions", 1, 2**40),
         projection.count,
     )
-    kept = int(bands.sizes[:low].sum())
+    kept = int(bands.kept[:low].sum())
     bounds = {
         "condition.total": Bounds((*cells, q)),
         "condition.gram": Bounds((*cells, q, q)),

@@ -49,7 +49,7 @@ def fit_conditions(moments: Moments, pooled_fit: Calibration) -> OfConditions | 
         return None
     value, error = problem.total(best.by_fold)
     gain = Number.of(value, PAIRED_FOLDS**0.5 * error, problem.folds)
-    maps = torch.zeros(*best.maps.shape[:3], after.bands.index.numel(), dtype=torch.float64)
+    maps = torch.zeros(*best.maps.shape[:3], after.bands.length, dtype=torch.float64)
     maps[..., problem.low] = best.maps
     return OfConditions(projection, maps, _agreement(maps, after.bands), sums.conditions, gain)
 
@@ -74,7 +74,7 @@ class _Regression:
         cls, moments: Moments, correction: Correction, bands: int, total: Tensor, gram: Tensor, sums: Tensor
     ) -> _Regression:
         low = moments.bands.coefficients(range(bands))
-        band = moments.bands.index.flatten()[low]
+        band = moments.bands.band[low]
         a = correction.a
         d = correction.d + a * moments.filter_gain[:, None, None]
         on_o, on_u, b = (part[:, None] for part in (a[..., band], d[..., band], correction.b[..., low]))

@@ -20,6 +20,7 @@ from trueup import distributed
 from trueup.calibration.conditions import Projection, pooled
 from trueup.calibration.correction import LEVEL_SPACING
 from trueup.denoiser import Denoiser, in_parts
+from trueup.denoiser.sharded import is_spread
 from trueup.errors import Argument, DataError, ModelError
 from trueup.estimate.conditions import Conditions, keys, see
 from trueup.estimate.diagnose import check_use, refuse_nonsense
@@ -135,6 +136,9 @@ def _of_share(
     """One share measured; ranks: and then those of all."""
     denoiser = as_denoiser(model)
     denoiser.check_bare()
+    if ranks and is_spread(denoiser.network):
+        problem = "ranks hold this network together, so that all of them must measure the same images"
+        raise ModelError(problem, "leave out {}", Argument("ranks", True))
     if not isinstance(mean_images, int) or mean_images < 0:
         raise DataError(f"mean_images is a whole number of at least 0, not {mean_images!r}")
     images = as_images(data, IMAGES)

@@ -8,7 +8,9 @@ Per noise level we keep, in the DCT domain, the sums of three vectors and the su
 
 with k = sigma^2 / (alpha^2 + sigma^2), the best filter of data of variance one. At high noise eps_hat is
 nearly u, and all that can be corrected is in their difference: its sums must not be lost in those of u. First
-moments are kept per coefficient, second moments per channel and frequency band. eps_hat, eps and x0 are
+moments are kept per coefficient, of large samples of some of them (`trueup.bands.kept_frequencies`), second
+moments per channel and frequency band, of all. Where no first moment is kept, means are taken to be 0: gains
+are then fitted without a constant, and what is said of them is exact all the same. eps_hat, eps and x0 are
 linear in these three, so every estimator (plain, paired, regressed) and both families are functions of
 this one object. An evaluation is one row: any sample at any level, in any order. Samples are dealt to
 folds by a hash: the folds are what the uncertainty and the held-out checks are made from. Adding two
@@ -37,6 +39,8 @@ from trueup.process import NoiseProcess
 from trueup.stored import LARGEST
 
 RESIDUAL, DEPARTURE, U = 0, 1, 2
+FOLDS = 16
+_AT_ONCE = 2**21  # values of large samples that are added together
 _BY_LEVEL, _DATA, _NOTES = SUMS[:4], SUMS[4:], ("indices", "digests")
 _DEAL = 0x5EED0F0F01D5  # so that dealing has nothing to do with drawing noise
 _WRAP = (1 << 64) - 1
@@ -101,14 +105,12 @@ class Moments:
         """No samples yet, at rising times `t` of a process."""
         shape, classes = tuple(shape), tuple(int(y) for y in classes)
         t = torch.as_tensor(t, dtype=torch.float64).cpu()
-        bands = Bands(shape[1:], edges)
+        bands = Bands.of(shape, edges)
         if not len(t) or not (t.diff() > 0).all():
             raise TrueupError("needs at least one noise level, given by rising, distinct times")
         if len(set(classes)) != len(classes):
             raise TrueupError("a class is named twice")
-        # Fewer than 16 for samples so large that 16 maps per level would not fit in memory.
-        size = math.prod(shape)
-        cells = (max(len(classes), 1), folds or (16 if size <= 2**16 else 8 if size <= 2**17 else 4))
+        cells = (max(len(classes), 1), folds or FOLDS)
         dims = dimensions(shape, len(t), bands)
         needed = 8 * math.prod(cells) * sum(math.prod(d) for d in dims.values())
         if needed > LARGEST:
@@ -176,22 +178,40 @@ class Moments:
         if level.device.type == "cpu" and not ((level >= 0) & (level < self.levels)).all():
             raise TrueupError(f"level is a position among the {self.levels} noise levels, counted from 0")
         cell = (self._cell(index, y, group) if cell is None else cell) * self.levels + level
+        w = _weights(weight, cell)  # (B,)
+        if self.conditions is not None and y is None:
+            raise TrueupError("these moments are kept by condition: every sample needs its embedding y")
+        rows = len(cell) if self.bands.whole else max(1, _AT_ONCE // math.prod(self.shape))
+        for start in range(0, len(cell), rows):
+            part = slice(start, start + rows)
+            seen = None if y is None or self.conditions is None else y[part]
+            self._add(cell[part], level[part], w[part], eps_hat[part], eps[part], u[part], seen)
+
+    def _add(
+        self,
+        cell: Tensor,
+        level: Tensor,
+        w: Tensor,
+        eps_hat: Tensor,
+        eps: Tensor,
+        u: Tensor,
+        y: Tensor | None,
+    ) -> None:
         k = self.filter_gain.to(level.device, torch.float32, non_blocking=True)[level].reshape(
             -1, *[1] * (u.dim() - 1)
         )
         vectors = torch.stack([eps_hat - eps, eps_hat - k * u, u], 1)  # (B, 3, C, *spatial)
-        z = self.bands.dct(vectors.to(self.first.device).float()).flatten(3)  # (B, 3, C, K)
-        products = torch.cat([z[:, i : i + 1] * z[:, i:] for i in range(3)], 1)  # in the order of PAIRS
+        z = self.bands.dct(vectors.to(self.first.device).float())  # (B, 3, C, *spatial)
+        z, every = self.bands.keep(z), z.flatten(3)  # (B, 3, C, K), and all there are
+        products = torch.cat([every[:, i : i + 1] * every[:, i:] for i in range(3)], 1)  # in order of PAIRS
         products = products @ self.bands.indicator(z)  # (B, 6, C, bands)
-        w = _weights(weight, cell)  # (B,)
         wide = w[:, None, None, None]
         # all of them, or, out of memory, nothing is added
         terms = (w, w.square(), wide * z.double(), wide * products.double())
         for name, term in zip(_BY_LEVEL, terms, strict=True):
             getattr(self, name).flatten(0, 2).index_add_(0, cell, term)
         if self.conditions is not None:
-            if y is None:
-                raise TrueupError("these moments are kept by condition: every sample needs its embedding y")
+            assert y is not None
             self.conditions.add(cell, w, y, z, self.bands)
 
     @full_precision()
@@ -213,12 +233,16 @@ class Moments:
         is as in `add`.
         """
         cell = self._cell(index, y, group) if cell is None else cell
-        z = self.bands.dct(x0.to(self.first.device).float()).flatten(2).double()  # (B, C, K)
-        w = _weights(weight, cell)
-        wide = w[:, None, None]
-        terms = (w, wide * z, wide * (z.square() @ self.bands.indicator(z)))
-        for name, term in zip(_DATA, terms, strict=True):
-            getattr(self, name).flatten(0, 1).index_add_(0, cell, term)
+        weights = _weights(weight, cell)
+        rows = len(cell) if self.bands.whole else max(1, _AT_ONCE // math.prod(self.shape))
+        for start in range(0, len(cell), rows):
+            part = slice(start, start + rows)
+            every = self.bands.dct(x0[part].to(self.first.device).float()).double()  # (B, C, *spatial)
+            squares = every.flatten(2).square() @ self.bands.indicator(every)
+            w, wide = weights[part], weights[part, None, None]
+            terms = (w, wide * self.bands.keep(every), wide * squares)
+            for name, term in zip(_DATA, terms, strict=True):
+                getattr(self, name).flatten(0, 1).index_add_(0, cell[part], term)
         if digests is not None:
             values = [value - (1 << 64) if value >> 63 == 1 else value for value in map(int, digests)]
             self.indices = torch.cat([self.indices, index.to("cpu", torch.int64)])

@@ -108,7 +108,7 @@ def slopes(centred: Centred) -> tuple[Slope, Slope, Tensor]:
     on_u = divide(centred.dot(residual, u), u_power)
     rest = residual - on_innovation * innovation - on_u * u
     sizes = centred.moments.bands.sizes.to(torch.float64)
-    freedom = (centred.n * sizes - sizes - 2).clamp_min(1.0)
+    freedom = (centred.n * sizes - centred.moments.bands.kept - 2).clamp_min(1.0)
     unexplained = torch.maximum(centred.dot(rest, rest), _PRECISION * centred.dot(residual, residual))
     unexplained = unexplained.clamp_min(0.0) + _PRECISION**2 * centred.residual_power
     variance = unexplained / freedom

@@ -59,7 +59,7 @@ def effective_columns(deviation: Tensor) -> float:
     Channels of one frequency err together (brightness), so three of them count for less than three.
     """
     folds, _, columns = deviation.shape
-    if columns == 1 or folds < 4:
+    if columns <= 1 or folds < 4:
         return 1.0
     gram = torch.einsum("flm,glm->lfg", deviation, deviation)
     diagonal = torch.diagonal(gram, dim1=1, dim2=2)
@@ -85,7 +85,8 @@ def shrinkers(groups: Sequence[Noisy], lam: Tensor) -> list[Tensor]:
     """
     like = groups[0].gram
     correlations = [noise_correlation(group.deviations) for group in groups]
-    columns = torch.tensor([part.shape[2] for part in groups[0].deviations], dtype=like.dtype)
+    # A band of which nothing is kept has none, and nothing is made of it.
+    columns = torch.tensor([max(part.shape[2], 1) for part in groups[0].deviations], dtype=like.dtype)
     effective = torch.tensor(
         [[effective_columns(part) for part in group.deviations] for group in groups], dtype=like.dtype
     )[..., None]  # (groups, bands, 1)

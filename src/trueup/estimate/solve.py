@@ -82,7 +82,7 @@ def fit_pooled(moments: Moments, *, family: str, estimator: str) -> Calibration:
         gain=gain,
         bound_gain=bound,
         shift_bound_gain=squared_norm(torch.einsum("l,lfg->fg", weights * level, gram), average)[()],
-        shift_se=(shift.variance * moments.bands.sizes).sum((1, 2)).sqrt(),
+        shift_se=(shift.variance * moments.bands.kept).sum((1, 2)).sqrt(),
         scale=scale,
     )
     used = noted.used()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trueup.bands import Bands
+from trueup.bands import Bands, kept_frequencies
 from trueup.calibration.artifact import check_provenance
 from trueup.errors import ArtifactError
 from trueup.estimate.conditions import unpack_conditions
@@ -27,7 +27,7 @@ _ROUNDING = 1e-5  # products are summed from float32
 
 def dimensions(shape: Sequence[int], levels: int, bands: Bands) -> dict[str, tuple[int, ...]]:
     """Of each of SUMS, after class and fold."""
-    of_map, of_bands = (shape[0], math.prod(shape[1:])), (shape[0], bands.count)
+    of_map, of_bands = (shape[0], bands.length), (shape[0], bands.count)
     by_level = [(levels,), (levels,), (levels, 3, *of_map), (levels, len(PAIRS), *of_bands)]
     return dict(zip(SUMS, [*by_level, (), of_map, of_bands], strict=True))
 
@@ -58,9 +58,11 @@ def unpack(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, 
     t, first, data_rows, indices = (part(tensors, n, Tensor) for n in ("t", "first", "data_rows", "indices"))
     cells, levels, count = (max(len(classes), 1), data_rows.shape[-1]), t.numel(), indices.numel()
     # Before anything is built: what is in the file bounds what we allocate.
-    if not levels or not cells[1] or first.shape[-1] != math.prod(shape[1:]):
+    kept = kept_frequencies(shape)
+    length = math.prod(shape[1:] if kept is None else map(len, kept))
+    if not levels or not cells[1] or first.shape[-1] != length:
         raise ArtifactError("its sums do not belong to its sample shape")
-    bands = Bands(shape[1:], meta["band_edges"])
+    bands = Bands.of(shape, meta["band_edges"])
     bounds = {n: Bounds((*cells, *size)) for n, size in dimensions(shape, levels, bands).items()}
     for name in ("rows", "squares", "data_rows"):
         bounds[name] = bounds[name]._replace(low=0.0, high=2.0**53)  # nobody counts further

@@ -18,6 +18,7 @@ from trueup.statistics import Number
 from trueup.stored import digest_of
 
 FOLDS = 16
+_AT_ONCE = 2**23  # values
 _LEAST = 1e-8  # variance of a coefficient that never changes: far below what 8 bits can tell
 
 
@@ -35,6 +36,11 @@ class DataLabels(Tensor):
 def dct_of(bands: Bands, x: Tensor) -> Tensor:
     """Coefficients (n, C, K), in float64 where the device has it."""
     return bands.dct(x.float() if x.device.type == "mps" else x.double()).flatten(2)
+
+
+def channels_at_once(x: Tensor) -> int:
+    """How many channels of (n, C, *spatial) to work on together: they have no part in each other."""
+    return max(1, min(x.shape[1], x.shape[1] * _AT_ONCE // max(x.numel(), 1)))
 
 
 @dataclass(eq=False, repr=False)
@@ -67,20 +73,24 @@ class Moments:
 
     def miss(self, x: Tensor) -> Miss:
         """How far samples are off, equation 36 per coefficient, every band counted alike."""
-        z = dct_of(self.bands, x)
-        n = len(z)
+        n = len(x)
         folds = min(FOLDS, n)
         fold = torch.randperm(n, generator=torch.Generator().manual_seed(n)) % folds
-        member = torch.nn.functional.one_hot(fold, folds).to(z)  # (n, F)
-        first = torch.einsum("nf,nck->fck", member, z).cpu()
-        second = torch.einsum("nf,ncb->fcb", member, self.bands.sum(z.square())).cpu()
-        rows = member.sum(0).cpu()
+        firsts, seconds = [], []
+        for part in x.split(channels_at_once(x), 1):
+            z = dct_of(self.bands, part)
+            member = torch.nn.functional.one_hot(fold, folds).to(z)  # (n, F)
+            kept = self.bands.keep(z.unflatten(2, self.bands.spatial))
+            firsts.append(torch.einsum("nf,nck->fck", member, kept).cpu())
+            seconds.append(torch.einsum("nf,ncb->fcb", member, self.bands.sum_all(z.square())).cpu())
+        first, second, rows = torch.cat(firsts, 1), torch.cat(seconds, 1), member.sum(0).cpu()
+        share = self.bands.share.to(first)
 
         def nats(first: Tensor, second: Tensor, count: Tensor) -> Tensor:
             sizes = self.bands.sizes.to(first)
             mean = first / count
-            variance = (second / count - self.bands.sum(mean.square())) / sizes * (count / (count - 1))
-            off = self.bands.sum((mean - self.mean).square()) / sizes - self.variance / self.images
+            variance = (second / count - self.bands.sum(mean.square())) / sizes * (count / (count - share))
+            off = self.bands.sum((mean - self.mean).square()) / sizes - self.variance * share / self.images
             ratio = (variance / self.variance).clamp_min(1e-6)
             return (0.5 * off / self.variance + 0.5 * (ratio - 1 - ratio.log())).mean()
 
@@ -113,10 +123,15 @@ def whitened(bands: Bands, x: Tensor, limit: Tensor, among: Tensor | None = None
 
     among: limits to know that variance from, where these are few.
     """
-    goal = dct_of(bands, limit)
-    sizes = bands.sizes.to(goal)
-    spread = goal if among is None else dct_of(bands, among)
-    variance = bands.sum(spread.var(0)) / sizes  # (C, bands)
-    floor = 1e-6 * variance.mean().clamp_min(_LEAST)
-    error = bands.sum((dct_of(bands, x) - goal).square()) / variance.clamp_min(floor)  # (n, C, bands)
-    return (error.sum((1, 2)) / goal[0].numel()).cpu()
+    count = channels_at_once(x)
+    spread = (limit if among is None else among).split(count, 1)
+    power = torch.cat([bands.sum_all(dct_of(bands, part).var(0)) for part in spread])
+    variance = power / bands.sizes.to(power)  # (C, bands)
+    variance = variance.clamp_min(1e-6 * variance.mean().clamp_min(_LEAST))
+    total = torch.zeros((), dtype=variance.dtype)
+    for part, goal, known in zip(
+        x.split(count, 1), limit.split(count, 1), variance.split(count), strict=True
+    ):
+        error = bands.sum_all((dct_of(bands, part) - dct_of(bands, goal)).square()) / known  # (n, c, bands)
+        total = total + (error.sum((1, 2)) / limit[0].numel()).cpu()
+    return total

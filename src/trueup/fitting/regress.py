@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trueup.bands import Bands
 from trueup.fitted import MEMORY, FittedSolver
-from trueup.fitting.moments import Moments, dct_of
+from trueup.fitting.moments import Moments, channels_at_once, dct_of
 from trueup.fitting.teacher import Teacher
 from trueup.sampling.network import Network
 from trueup.statistics import mean_and_error, threshold
@@ -25,16 +25,17 @@ RIDGE = 1e-4  # of each regressor's power: they are nearly one another at small 
 SIGMAS = 1.5  # how sure held-out trajectories must be
 _TINY = 1e-300
 
-# parts (J, n, C, K), what the rule makes of them (n, C, K), step -> tables (J, C, bands) and offset (C, K)
-Step = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+# All coefficients of parts, (J, n, C, ...), and of what the rule makes of them, (n, C, ...); step; which
+# channels these are -> tables (J, C, bands) and offset (C, K)
+Step = Callable[[Tensor, Tensor, int, slice], tuple[Tensor, Tensor]]
 
 
 def fitted(solver: FittedSolver, network: Network, teacher: Teacher) -> FittedSolver:
     """Each step regressed on the fine trajectories, per channel and band (equation 37)."""
     lam = (solver.alpha[:-1] / solver.sigma[:-1]).log()
 
-    def step(parts: Tensor, made: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        target = dct_of(solver.bands, teacher.at(float(lam[i + 1])))
+    def step(parts: Tensor, made: Tensor, i: int, channels: slice) -> tuple[Tensor, Tensor]:
+        target = dct_of(solver.bands, teacher.at(float(lam[i + 1]), channels))
         return regression(solver.bands, parts, target - made)
 
     return _walk(solver, network, teacher.noise, step)
@@ -44,13 +45,13 @@ def restored(solver: FittedSolver, network: Network, noise: Tensor, data: Moment
     """Each state brought to the data's mean and variance at its level (equation 35)."""
     bands = solver.bands
 
-    def step(parts: Tensor, made: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        variance = bands.sum(made.var(0)) / bands.sizes.to(made)
+    def step(parts: Tensor, made: Tensor, i: int, channels: slice) -> tuple[Tensor, Tensor]:
+        variance = bands.sum_all(made.var(0)) / bands.sizes.to(made)
         alpha, sigma = float(solver.alpha[i + 1]), float(solver.sigma[i + 1])
-        goal, wanted = (value.to(made) for value in data.at(alpha, sigma))
+        goal, wanted = (value[channels].to(made) for value in data.at(alpha, sigma))
         gain = (wanted / variance.clamp_min(1e-12)).sqrt()
-        noise = variance / len(made) + alpha**2 * data.variance.to(made) / data.images  # the goal's own too
-        mean = goal + _vouched(bands, made.mean(0) - goal, noise)
+        known = alpha**2 * data.variance[channels].to(made) / data.images  # the goal's own noise
+        mean = goal + _vouched(bands, _kept(bands, made.mean(0)) - goal, variance / len(made) + known)
         rule = solver.weights[i, : len(parts)].to(made)[:, None, None]
         return (gain - 1) * rule, goal - bands.spread(gain) * mean
 
@@ -63,35 +64,39 @@ def _walk(solver: FittedSolver, network: Network, noise: Tensor, step: Step) -> 
     bands, tables, offset = solver.bands, solver.tables.clone(), solver.offset.clone()
     x = noise * network.process.prior_std
     history: list[Tensor] = []
-    coefficients: list[Tensor] = []
     with torch.inference_mode(), network.denoiser.evaluating():
         for i, t in enumerate(solver.t[:-1]):
             answer = solver.remembered(i, network(x, t), x, network.parametrization)
             history = [answer, *history][:MEMORY]
-            coefficients = [dct_of(bands, answer), *coefficients][:MEMORY]
-            parts = torch.stack([dct_of(bands, x), *coefficients])  # (J, n, C, K)
-            made = torch.einsum("j,jnck->nck", solver.weights[i, : len(parts)].to(parts), parts)
-            try:
-                table, shift = step(parts, made, i)
-            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-                return bare
-            if not (torch.isfinite(table).all() and torch.isfinite(shift).all()):  # a trajectory ran away
-                return bare
-            tables[i, : len(table)], offset[i] = table.cpu(), shift.cpu()
+            count = channels_at_once(x)
+            for start in range(0, x.shape[1], count):
+                own = slice(start, start + count)
+                parts = torch.stack([dct_of(bands, v[:, own]) for v in (x, *history)])
+                made = torch.einsum("j,jnck->nck", solver.weights[i, : len(parts)].to(parts), parts)
+                try:
+                    table, shift = step(parts, made, i, own)
+                except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+                    return bare
+                if not (torch.isfinite(table).all() and torch.isfinite(shift).all()):  # one ran away
+                    return bare
+                tables[i, : len(table), own], offset[i, own] = table.cpu(), shift.cpu()
             solver = replace(solver, tables=tables, offset=offset)
             x = solver.step(i, x, history)
     return solver
 
 
 def regression(bands: Bands, parts: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """What parts (J, n, C, K) explain of a residual (n, C, K), as far as held-out trajectories confirm it."""
+    """What parts explain of a residual, as far as held-out trajectories confirm it.
+
+    Both are given by all their coefficients, (J, n, C, ...) and (n, C, ...).
+    """
     n = parts.shape[1]
     fold = torch.randperm(n, generator=torch.Generator().manual_seed(n)) % FOLDS
     member = torch.nn.functional.one_hot(fold, FOLDS).to(parts)  # (n, F)
-    r, e = parts - parts.mean(1, keepdim=True), residual - residual.mean(0)
+    r, e = parts - _centre(bands, parts.mean(1, keepdim=True)), residual - _centre(bands, residual.mean(0))
 
     def by_fold(value: Tensor) -> Tensor:
-        return torch.einsum("nf,ncb->fcb", member, bands.sum(value))
+        return torch.einsum("nf,ncb->fcb", member, bands.sum_all(value))
 
     gram = torch.stack([torch.stack([by_fold(one * other) for other in r]) for one in r])  # (J, J, F, C, b)
     cross = torch.stack([by_fold(one * e) for one in r])  # (J, F, C, b)
@@ -100,13 +105,23 @@ def regression(bands: Bands, parts: Tensor, residual: Tensor) -> tuple[Tensor, T
         w = _solve(gram.sum(2) - gram[:, :, f], cross.sum(1) - cross[:, f])
         gains.append(2 * (w * cross[:, f]).sum(0) - torch.einsum("icb,ijcb,jcb->cb", w, gram[:, :, f], w))
     tables = tables * _confirmed(torch.stack(gains).cpu(), member.sum(0).cpu()).to(tables)
-    left = residual - (bands.spread(tables)[:, None] * parts).sum(0)
-    return tables, _vouched(bands, left.mean(0), bands.sum(left.var(0)) / bands.sizes.to(left) / n)
+    left = residual - (bands.spread_all(tables).flatten(2)[:, None] * parts).sum(0)
+    noise = bands.sum_all(left.var(0)) / bands.sizes.to(left) / n
+    return tables, _vouched(bands, _kept(bands, left.mean(0)), noise)
+
+
+def _kept(bands: Bands, mean: Tensor) -> Tensor:
+    return bands.keep(mean.unflatten(-1, bands.spatial))
+
+
+def _centre(bands: Bands, mean: Tensor) -> Tensor:
+    """Means as far as a constant can take them off; elsewhere 0."""
+    return bands.fill(_kept(bands, mean)).flatten(-len(bands.spatial))
 
 
 def _vouched(bands: Bands, mean: Tensor, noise: Tensor) -> Tensor:
     """Of a mean (C, K) as much as its size, in units of its noise (C, bands), vouches for; equation 38."""
-    sizes = bands.sizes.to(mean)
+    sizes = bands.kept.to(mean).clamp_min(1)
     surprise = bands.sum(mean.square()) / sizes / noise.clamp_min(_TINY)
     excess = (surprise - 1 - SIGMAS * (2 / sizes).sqrt()).clamp_min(0.0)
     return bands.spread(excess / (1 + excess)) * mean

@@ -17,6 +17,7 @@ from trueup.sampling.rules import Grid, Rule
 
 INTERVALS = 32
 FINE = Rule("fine", "eps", 3)
+_ON_DEVICE = 2**30  # bytes of states that stay where the network is
 _HUGE = 1e6  # beyond all data: what is fitted to it could not be kept
 
 
@@ -38,7 +39,7 @@ class Teacher:
 
     noise: Tensor  # (n, *shape)
     lam: Tensor  # (M,) rising
-    states: list[Tensor]  # (n, *shape) each, at lam, in the process's own scale
+    states: list[Tensor]  # (n, *shape) each, at lam, in the process's own scale; many are kept on the CPU
     samples: Tensor  # (n, *shape)
 
     @classmethod
@@ -67,9 +68,11 @@ class Teacher:
         states = [noise * network.process.prior_std]
         keeping: Callable[[int, Tensor], Tensor] | None = None
         if keep:
+            home = _home(noise, solver.nfe)
+            states[0] = states[0].to(home)
 
             def keeping(i: int, x: Tensor) -> Tensor:
-                states.append(x)
+                states.append(x.to(home))
                 return x
 
         samples = follow(solver, network, noise, keeping)
@@ -86,22 +89,28 @@ class Teacher:
 
     def to(self, device: torch.device) -> Teacher:
         """On another device."""
-        states = [x.to(device) for x in self.states]
-        return Teacher(self.noise.to(device), self.lam, states, self.samples.to(device))
+        noise = self.noise.to(device)
+        states = [x.to(_home(noise, len(self.states))) for x in self.states]
+        return Teacher(noise, self.lam, states, self.samples.to(device))
 
     def rows(self, part: slice) -> Teacher:
         """Some of the trajectories."""
         return Teacher(self.noise[part], self.lam, [x[part] for x in self.states], self.samples[part])
 
-    def at(self, lam: float) -> Tensor:
-        """The states at a level, by a cubic in lam through the four next to it."""
+    def at(self, lam: float, channels: slice = slice(None)) -> Tensor:
+        """The states at a level, by a cubic in lam through the four next to it; of some channels."""
         first = int(torch.searchsorted(self.lam, lam)) - 2
         first = max(0, min(first, len(self.lam) - 4))
         nodes = self.lam[first : first + 4].tolist()
-        made = torch.zeros_like(self.noise)
+        made = torch.zeros_like(self.noise[:, channels])
         for j, node in enumerate(nodes):
             weight = 1.0
             for other in nodes[:j] + nodes[j + 1 :]:
                 weight *= (lam - other) / (node - other)
-            made.add_(self.states[first + j], alpha=weight)
+            made.add_(self.states[first + j][:, channels].to(made.device), alpha=weight)
         return made
+
+
+def _home(noise: Tensor, count: int) -> torch.device:
+    """Where so many states are kept."""
+    return noise.device if count * noise.nbytes <= _ON_DEVICE else torch.device("cpu")

@@ -52,7 +52,7 @@ def plan(
     denoiser: Denoiser, rule: Rule, grid: Grid, nfe: int, y: Any = None, guidance: float = 1.0
 ) -> FittedSolver | None:
     """A rule on a grid, nothing fitted yet; None if whole timesteps coincide."""
-    process, bands = denoiser.process, Bands(denoiser.shape[1:])
+    process, bands = denoiser.process, Bands.of(denoiser.shape)
     t = grid.times(process, nfe)
     if denoiser.takes_whole_times_only(y):
         t = process.snap(t)
@@ -61,7 +61,7 @@ def plan(
     levels, one = Levels.at(process, t), torch.ones(1, dtype=torch.float64)
     alpha, sigma = torch.cat([levels.log_alpha.exp(), one]), torch.cat([levels.sigma, 0 * one])
     nothing = torch.zeros(nfe, 1 + MEMORY, denoiser.shape[0], bands.count, dtype=torch.float64)
-    offset = torch.zeros(nfe, denoiser.shape[0], bands.index.numel(), dtype=torch.float64)
+    offset = torch.zeros(nfe, denoiser.shape[0], bands.length, dtype=torch.float64)
     told, origin = network_times(process, t), {"base": f"{rule.name}, {grid.name}"}
     weights = rule.weights(levels)
     return FittedSolver(
