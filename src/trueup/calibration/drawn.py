@@ -54,7 +54,8 @@ def small(x: Tensor) -> Tensor:
 
 def pack_drawn(drawn: Sequence[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """As metadata and tensors."""
-    entries, tensors = [], {}
+    entries: list[dict[str, Any]] = []
+    tensors: dict[str, Tensor] = {}
     for i, one in enumerate(drawn):
         entries.append({name: getattr(one, name) for name in _PLAIN})
         tensors |= {f"drawn.{i}.{name}": getattr(one, name).float() for name in _BANDS}
@@ -63,14 +64,13 @@ def pack_drawn(drawn: Sequence[Drawn]) -> tuple[list[dict[str, Any]], dict[str, 
     return entries, tensors
 
 
-def unpack_drawn(
-    entries: Any, tensors: Mapping[str, Tensor], channels: int, bands: int
-) -> tuple[Drawn, ...]:
+def unpack_drawn(entries: Any, tensors: Mapping[str, Tensor], channels: int, bands: int) -> tuple[Drawn, ...]:
     """The sets of a file; ArtifactError for anything that is not one."""
     known = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
     if not known or len(entries) > MOST:
         raise ArtifactError("its list of drawn samples makes no sense")
-    found, bounds = [], {}
+    found: list[Drawn] = []
+    bounds: dict[str, Bounds] = {}
     for i, entry in enumerate(entries):
         if entry.get("gains") not in GAINS or not isinstance(entry.get("fitted"), bool):
             raise ArtifactError(f"how its samples {i} were drawn makes no sense")

@@ -1,4 +1,4 @@
-"""`trueup calibrate`, `merge`, `check`, `samplers`, `inspect` and `demo`."""
+"""`trueup calibrate`, `merge`, `check`, `samplers`, `inspect`, `report` and `demo`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from trueup.fitting import fit_solver, judge, labels_of
 from trueup.fitting import samplers as compare_samplers
 from trueup.fitting.kept import clear
 from trueup.images import open_images
+from trueup.page import write as write_page
 from trueup.report import as_json, as_text, plain_output
 from trueup.sampling import generate
 from trueup.sampling.draw import network_for
@@ -213,6 +214,13 @@ def inspect(options: argparse.Namespace) -> int:
         draw(calibration, options.figure)
         say(options, f"wrote {options.figure}")
     _report(calibration, options, {"file": str(options.file)})
+    return 0
+
+
+def report(options: argparse.Namespace) -> int:
+    """`trueup report`."""
+    write_page(options.file, options.output, measured=options.measured)
+    say(options, f"wrote {options.output}: open it in a browser")
     return 0
 
 

@@ -29,7 +29,9 @@ def look_at(x: Tensor, denoiser: Denoiser, data: Moments, **how: Any) -> Drawn:
     bands, z = data.bands, dct_of(data.bands, seen(x, denoiser)).cpu()
     variance, error = band_variance(bands, z, bands.sum(z.square()), torch.ones(len(z)).to(z))
     sizes = bands.sizes.to(z)
-    off = bands.sum((z.mean(0) - data.mean).square()) / sizes - data.variance / data.images - variance / len(z)
+    off = (
+        bands.sum((z.mean(0) - data.mean).square()) / sizes - data.variance / data.images - variance / len(z)
+    )
     return Drawn(
         **how,
         samples=len(x),

@@ -1,5 +1,4 @@
-"""A report as one page: `trueup report FILE -o report.html`. Nothing is loaded from anywhere, nothing in it runs
-but its own few lines, and whatever a file says is shown as text."""
+"""A report as one page: it loads nothing, and whatever a file says is shown as text and can do nothing there."""
 
 from trueup.page.page import render, write
 

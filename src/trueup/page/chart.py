@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trueup.page.markup import Html, tag
 
@@ -42,7 +42,7 @@ class Line:
 
 def chart(title: str, lines: Sequence[Line], x: Axis, y: Axis, *, level: float | None = None) -> Html:
     """A chart; level: a value of y to compare with, drawn across."""
-    drawn = [line for line in map(lambda line: _finite(line, x, y), lines) if line.x]
+    drawn = [line for line in (_finite(line, x, y) for line in lines) if line.x]
     if not drawn:
         return tag("p", f"{title}: there is nothing to draw.", class_="missing")
     across = [v for line in drawn for v in line.x]
@@ -68,7 +68,9 @@ def chart(title: str, lines: Sequence[Line], x: Axis, y: Axis, *, level: float |
         parts += _drawn(line, place_x, place_y)
     middle = (_LEFT + WIDTH - _RIGHT) / 2
     parts.append(tag("text", x.label, x=middle, y=HEIGHT - 8, class_="middle label"))
-    svg = tag("svg", tag("title", title), parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title)
+    svg = tag(
+        "svg", tag("title", title), parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title
+    )
     return tag("div", tag("p", y.label, class_="label"), svg, _legend(drawn), class_="chart")
 
 
@@ -113,9 +115,10 @@ def _finite(line: Line, x: Axis, y: Axis) -> Line:
     ]
     if y.log:
         rows = [(a, b, max(lo, b / 3), hi) for a, b, lo, hi in rows]
-    parts = [[row[k] for row in rows] for k in range(4)]
-    banded = bool(line.low)
-    return Line(line.name, parts[0], parts[1], line.kind, *(parts[2:] if banded else ([], [])), line.dashed)  # type: ignore[arg-type]
+    across, up, below, above = ([row[k] for row in rows] for k in range(4))
+    if not line.low:
+        below, above = [], []
+    return replace(line, x=across, y=up, low=below, high=above)
 
 
 def _scale(
@@ -126,7 +129,9 @@ def _scale(
     low = low if axis.least is None else min(low, axis.least)
     high = high if axis.most is None else max(high, axis.most)
     if not high > low:
-        low, high = (low / 2, high * 2) if axis.log else (low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2)
+        low, high = (
+            (low / 2, high * 2) if axis.log else (low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2)
+        )
     ticks = list(axis.ticks or (_log_ticks if axis.log else linear_ticks)(low, high))
     if whole and not axis.log:
         low, high = min(low, *ticks), max(high, *ticks)
@@ -161,7 +166,9 @@ def _log_ticks(low: float, high: float) -> list[float]:
     """
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     many = math.log10(high / low) > 2.5
-    found = [m * 10.0**k for k in decades for m in ((1,) if many else (1, 2, 5)) if low <= m * 10.0**k <= high]
+    found = [
+        m * 10.0**k for k in decades for m in ((1,) if many else (1, 2, 5)) if low <= m * 10.0**k <= high
+    ]
     return found[:: math.ceil(len(found) / 6)] or [low, high]
 
 
@@ -172,7 +179,9 @@ def told(value: float) -> str:
     ['0', '0.25', '20k', '1e-7', '1000']
     """
     if value and (abs(value) < 1e-3 or abs(value) >= 1e6):
-        mantissa, power = f"{value:.2g}".partition("e")[::2] if "e" in f"{value:.2g}" else (f"{value:.2g}", "")
+        mantissa, power = (
+            f"{value:.2g}".partition("e")[::2] if "e" in f"{value:.2g}" else (f"{value:.2g}", "")
+        )
         return f"{mantissa}e{int(power)}" if power else f"{value:.2g}"
     if abs(value) >= 10_000:
         return f"{value / 1000:g}k"

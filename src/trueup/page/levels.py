@@ -14,6 +14,8 @@ from trueup.page.markup import Html, interval, joined, plus_minus, tag
 from trueup.page.pictures import around_zero, picture, standing_out
 from trueup.statistics import Number
 
+MOST = 50  # noise levels on a page
+
 
 def frequencies(bands: Bands) -> list[float]:
     """The middle of each band, in cycles a pixel; the mean alone is 0."""
@@ -23,6 +25,16 @@ def frequencies(bands: Bands) -> list[float]:
         squared += (k**2).reshape([-1 if i == axis else 1 for i in range(len(bands.spatial))])
     radius = squared.sqrt().flatten()
     return (bands.sum(radius) / bands.sizes).tolist()
+
+
+def level_rows(calibration: Calibration) -> list[int]:
+    """Which noise levels a page has room for: all, or as many as that from all over."""
+    count = len(calibration.t)
+    return (
+        sorted({round(i * (count - 1) / max(MOST - 1, 1)) for i in range(MOST)})
+        if count > MOST
+        else [*range(count)]
+    )
 
 
 def time_axis(calibration: Calibration) -> Axis:
@@ -62,7 +74,9 @@ def figure_one(calibration: Calibration) -> Html:
             Axis("‖E[ε̂]‖², nats per unit of λ", **floor),  # type: ignore[arg-type]
         ),
     ]
-    area = f"The area under the second and third is what an ideal shift gains: {plus_minus(found.area)} nats, "
+    area = (
+        f"The area under the second and third is what an ideal shift gains: {plus_minus(found.area)} nats, "
+    )
     return joined(tag("div", charts, class_="charts"), tag("p", f"{area}{plus_minus(bits)} bits/dim."))
 
 
@@ -87,8 +101,9 @@ def figure_two(calibration: Calibration) -> Html:
     gains = ((1 - used.a).mean(1), -used.d.mean(1))  # (L, bands) each
     top, ends = float(power.max()), (float(torch.stack(gains).min()), float(torch.stack(gains).max()))
     first = int(e.eta2.value.nan_to_num(0.0).argmax())
-    count, levels = len(calibration.t), []
-    for row in range(count):
+    rows, levels = level_rows(calibration), []
+    first = min(range(len(rows)), key=lambda i: abs(rows[i] - first))
+    for i, row in enumerate(rows):
         name = f"t = {float(calibration.t[row]):.4g}, λ = {float(made.lam[row]):+.2f}"
         levels.append(
             tag(
@@ -118,10 +133,10 @@ def figure_two(calibration: Calibration) -> Html:
                 _numbers(calibration, row),
                 class_="level",
                 data_name=name,
-                aria_label=f"noise level {row + 1} of {count}: {name}",
+                aria_label=f"noise level {i + 1} of {len(rows)}: {name}",
             )
         )
-    slider = tag("input", type="range", id="level", min=0, max=count - 1, step=1, value=first)
+    slider = tag("input", type="range", id="level", min=0, max=len(rows) - 1, step=1, value=first)
     label = tag("label", "Noise level", for_="level")
     control = tag("div", label, tag("output", for_="level"), slider, class_="slider only-live")
     return joined(control, tag("div", levels, class_="levels", id="levels"))
@@ -147,7 +162,9 @@ def _pictures(calibration: Calibration, maps: Tensor | None, row: int, name: str
     alt = f"Mean of what the correction takes off at {name}, in the same units"
     shown.append(_figure(picture(around_zero(kept, largest, colour), alt), joined("The correction kept")))
     if found is None:
-        shown.append(tag("p", "This file does not hold the expected prediction: calibrate again.", class_="missing"))
+        shown.append(
+            tag("p", "This file does not hold the expected prediction: calibrate again.", class_="missing")
+        )
     return tag("div", shown, class_="maps")
 
 
@@ -184,9 +201,10 @@ def band_moments(calibration: Calibration) -> Html:
         # Of standard deviations, whose logarithm has half the error; channels together.
         centre = 0.5 * ratio.log().mean(0)
         reach = 1.96 * 0.5 * relative.square().mean(0).sqrt() / len(ratio) ** 0.5
-        ends = [(centre + sign * reach).exp().tolist() for sign in (-1, 1)]
-        banded = ends if not drawn.fitted else ([], [])
-        spreads.append(Line(name, at, centre.exp().tolist(), kind, *banded, dashed))
+        low, high = ((centre + sign * reach).exp().tolist() for sign in (-1, 1))
+        if drawn.fitted:  # its band would hide the others
+            low, high = [], []
+        spreads.append(Line(name, at, centre.exp().tolist(), kind, low, high, dashed))
         off = (drawn.off.clamp_min(0.0) / variance).mean(0).sqrt()
         means.append(Line(name, at, off.tolist(), kind, dashed=dashed))
     across = Axis("frequency, cycles a pixel")

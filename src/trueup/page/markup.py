@@ -10,7 +10,7 @@ from typing import Any
 from trueup.files import printable
 from trueup.statistics import Number
 
-_VOID = ("br", "hr", "img", "input", "link", "meta", "circle", "line", "path", "polygon", "polyline", "rect")
+_VOID = ("img", "input", "link", "meta")
 
 
 class Html(str):
@@ -20,7 +20,7 @@ class Html(str):
 
 
 def escaped(value: Any) -> Html:
-    r"""A value as text in a page, or in a quoted attribute; what would not show, or turn the line, is spelt out.
+    r"""A value as text in a page or a quoted attribute; what would not show, or turn the line, is spelt out.
 
     >>> print(escaped("</script><b a='\x07'>\u202e"))
     &lt;/script&gt;&lt;b a=&#x27;\x07&#x27;&gt;\u202e
@@ -50,8 +50,8 @@ def tag(name: str, /, *children: Any, **attributes: Any) -> Html:
             continue
         spelt = key.rstrip("_").replace("_", "-")
         said += f" {spelt}" if value is True else f' {spelt}="{escaped(value)}"'
-    if name in _VOID and not children:
-        return Html(f"<{name}{said}>" if name in _VOID[:6] else f"<{name}{said}/>")
+    if name in _VOID:
+        return Html(f"<{name}{said}>")
     return Html(f"<{name}{said}>{joined(*children)}</{name}>")
 
 
@@ -95,14 +95,23 @@ def _digits(number: Number) -> int:
 
 
 def table(heads: list[Any], rows: list[list[Any]], caption: str | None = None) -> Html:
-    """A table whose first column names the row; wide ones scroll by themselves."""
-    head = tag("tr", [tag("th", one, scope="col") for one in heads])
+    """A table whose first column names the row; on a phone, wide ones stand in blocks."""
+    columns = tag("tr", [tag("th", one, scope="col") for one in heads])
     body = [
-        tag("tr", tag("th", first, scope="row"), [tag("td", cell, class_=_kind(cell)) for cell in rest])
+        tag(
+            "tr",
+            tag("th", first, scope="row"),
+            [
+                tag("td", cell, class_=_kind(cell), data_head=head)
+                for cell, head in zip(rest, heads[1:], strict=True)
+            ],
+        )
         for first, *rest in rows
     ]
     said = None if caption is None else tag("caption", caption)
-    made = tag("table", said, tag("thead", head), tag("tbody", body))
+    made = tag(
+        "table", said, tag("thead", columns), tag("tbody", body), class_="stacked" if len(heads) > 3 else None
+    )
     return tag("div", made, class_="wide", tabindex="0", role="region", aria_label=caption or "a table")
 
 
@@ -118,4 +127,15 @@ def details(summary: str, *children: Any) -> Html:
 
 def command(*lines: str) -> Html:
     """Commands to copy."""
-    return tag("pre", tag("code", "\n".join(map(printable, lines)).replace("\\n", "\n")))
+    return tag("pre", tag("code", Html("\n".join(map(escaped, lines)))))
+
+
+def section(name: str, title: str, lead: str | None, *children: Any) -> Html:
+    """A part of the page."""
+    about = None if lead is None else tag("p", lead, class_="lead")
+    return tag("section", tag("h2", title), about, *children, id=name)
+
+
+def missing(what: str, *lines: str) -> Html:
+    """What is not there, and what makes it."""
+    return tag("div", tag("p", what), command(*lines) if lines else None, class_="missing")

@@ -1,4 +1,4 @@
-"""What was measured elsewhere: the JSON that `evaluate`, `samplers` and `likelihood` write, read with care."""
+"""What was measured elsewhere: the JSON of `evaluate`, `samplers` and `likelihood`, read with care."""
 
 from __future__ import annotations
 
@@ -113,7 +113,9 @@ class Measured:
         return _plain(self)
 
     def _add(self, values: Mapping[str, Any], calibration: Calibration, name: str) -> None:
-        settings = values.get("settings") if isinstance(values.get("settings"), dict) else {}
+        settings: dict[str, Any] = {}
+        if isinstance(values.get("settings"), dict):
+            settings = values["settings"]
         if {"rows", "features", "reference", "calibration"} <= values.keys():
             made = values["calibration"].get("identity")
             _check_whose(name, settings, made, calibration, always=True)
@@ -167,8 +169,9 @@ def _comparison(values: Mapping[str, Any]) -> Comparison:
         for key, change in row["changes"].items():
             known = MEASURES.get(key)
             name = _text(key) if known is None else known.title
-            numbers = (_number(change[side]) for side in ("before", "after", "difference"))
-            changes[_text(key)] = Change(name, *numbers, known is not None and known.more_is_better)
+            before, after, difference = (_number(change[side]) for side in ("before", "after", "difference"))
+            more = known is not None and known.more_is_better
+            changes[_text(key)] = Change(name, before, after, difference, more)
         nfe = None if row["evaluations"] is None else _whole(row["evaluations"])
         other = None if row.get("uncalibrated") is None else _text(row["uncalibrated"])
         rows.append(Compared(_text(row["solver"]), nfe, other, changes))
@@ -188,7 +191,9 @@ def _samplers(values: Mapping[str, Any]) -> Samplers:
 def _likelihood(values: Mapping[str, Any]) -> Likelihood:
     named = {**values["terms"], "total": values["total"]}
     terms = {
-        _text(key): {side: _number(found[side]) for side in ("before", "after", "difference") if side in found}
+        _text(key): {
+            side: _number(found[side]) for side in ("before", "after", "difference") if side in found
+        }
         for key, found in named.items()
     }
     about = (_text(values["method"]), _text(values["description"]), _whole(values["images"]))

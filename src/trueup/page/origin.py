@@ -11,7 +11,7 @@ FILE, IMAGES = "FILE.trueup.safetensors", "IMAGES"
 
 
 def model_name(calibration: Calibration, otherwise: str | None = None) -> str:
-    """The model's name on the Hub, or what it calls itself; otherwise: in a command, where only the first will do."""
+    """Its name on the Hub, or what it calls itself, or `otherwise`: in a command only the first will do."""
     on_hub = calibration.provenance.get("base_model")
     if is_hub_name(on_hub):
         return str(on_hub)
@@ -62,7 +62,10 @@ def provenance(calibration: Calibration) -> list[tuple[str, str]]:
         ("predicts", calibration.parametrization.name),
         ("noise", calibration.process.kind),
         ("images", images if calibration.measured else "none: solvers alone"),
-        ("range of the data", origin.get("data_range") and " to ".join(f"{v:g}" for v in origin["data_range"])),
+        (
+            "range of the data",
+            origin.get("data_range") and " to ".join(f"{v:g}" for v in origin["data_range"]),
+        ),
         ("read as", _settings(origin.get("transform"))),
         ("seed", origin.get("seed")),
         ("correction", f"{calibration.family}, {calibration.estimator}; drawn with {calibration.gains}"),

@@ -12,7 +12,7 @@ from typing import Any
 from trueup import __version__
 from trueup.calibration import Calibration, as_calibration
 from trueup.files import write as write_file
-from trueup.page import sections
+from trueup.page import measures, sections
 from trueup.page.markup import Html, embedded, joined, tag
 from trueup.page.measured import Measured
 from trueup.page.origin import model_name
@@ -56,11 +56,11 @@ def render(calibration: Calibration | str | PathLike[str], *, measured: Iterable
         "main",
         sections.verdict(calibration),
         sections.samples(calibration),
-        sections.quality(calibration, found),
+        measures.quality(calibration, found),
         sections.figures(calibration),
         sections.moments(calibration),
-        sections.measures(calibration, found),
-        sections.origin(calibration, found),
+        measures.measures(calibration, found),
+        sections.origin(calibration),
         tag("footer", tag("p", f"Written by trueup {__version__}. This page holds everything it shows.")),
     )
     data = tag("script", embedded(values), type="application/json", id="data")

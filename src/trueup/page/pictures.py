@@ -31,13 +31,13 @@ def picture(pixels: Tensor, alt: str) -> Html:
 
 
 def around_zero(values: Tensor, largest: float, colour: bool) -> Tensor:
-    """A map (C, H, W) as bytes: 0 is grey, +largest white, -largest black; channels as colours, or in tiles."""
+    """A map (C, H, W) as bytes: 0 is grey, largest white, -largest black; channels are colours, or tiles."""
     grey = (127.5 + 127.5 * (values / (largest or 1.0)).clamp(-1, 1)).round().to(torch.uint8)
     return grey if colour or len(grey) == 1 else tiles(grey)
 
 
 def standing_out(values: Tensor) -> Tensor:
-    """The pixels whose values, in any channel, are among the largest tenth; the others can be seen through."""
+    """The tenth of the pixels with the largest values in any channel; the others can be seen through."""
     size = values.abs().amax(0)  # (H, W)
     count = max(1, round(TOP * size.numel()))
     chosen = torch.zeros(size.numel(), dtype=torch.bool)
