@@ -7,11 +7,9 @@ import re
 
 from trueup.calibration import Calibration, Drawn
 from trueup.page import levels
-from trueup.page.markup import Html, command, details, joined, plus_minus, table, tag
+from trueup.page.markup import Html, command, details, joined, missing, plus_minus, section, table, tag
 from trueup.page.origin import commands, model_name, provenance
 from trueup.page.pictures import picture
-
-_TABLE = "All numbers of this section"
 
 
 def verdict(calibration: Calibration) -> Html:
@@ -53,11 +51,7 @@ def samples(calibration: Calibration) -> Html:
     if not sets:
         return section("samples", "Samples", None, _no_samples(calibration))
     names = [levels.drawn_name(one.before, one.fitted, one.nfe)[0] for one in sets]
-    chosen = (
-        len(sets) - 1
-        if not any(one.fitted for one in sets)
-        else max(i for i, one in enumerate(sets) if not one.fitted)
-    )
+    chosen = max(i for i, one in enumerate(sets) if not one.fitted or i == 0)
     controls, grids = [], []
     for i, (one, name) in enumerate(zip(sets, names, strict=True)):
         radio = tag("input", type="radio", name="set", id=f"set-{i}", value=i, checked=i == chosen)
