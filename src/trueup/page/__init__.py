@@ -1,4 +1,4 @@
-"""A report as one page: it loads nothing, and whatever a file says is shown there as text and does nothing."""
+"""A report as one page: it loads nothing, and whatever a file says is shown as text and does nothing."""
 
 from trueup.page.page import render, write
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 from typing import Any
 
 from trueup.files import printable
@@ -117,7 +118,7 @@ def table(heads: list[Any], rows: list[list[Any]], caption: str | None = None) -
 
 def _kind(cell: Any) -> str | None:
     """Numbers stay on their line."""
-    return "number" if len(str(cell)) < 20 and any(c.isdigit() for c in str(cell)) else None
+    return "number" if len(str(cell)) < 20 and re.match(r"[+-]?\d", str(cell)) else None
 
 
 def details(summary: str, *children: Any) -> Html:
