@@ -1,7 +1,7 @@
 """The README's picture of a report: on a desk in the light, and on a phone in the dark.
 
 trueup demo --out out
-python benchmarks/report.py out/report.html -o docs/images/report.png      (needs chromium and chromium-driver)
+python benchmarks/report.py out/report.html -o docs/images/report.png   # by chromium and chromium-driver
 """
 
 from __future__ import annotations

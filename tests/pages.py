@@ -12,6 +12,25 @@ from trueup.statistics import Number
 from calibrations import fitted_solver, make
 
 SHAPE = (1, 6, 8)
+HOSTILE = (
+    "</script><img src=x onerror=alert(1)>",
+    "]]><script>alert(1)</script>",
+    "\"'><svg onload=alert(1)>",
+    "`${alert(1)}` {{7*7}} &lt;b&gt; <!--",
+    "a\x00\x07\x1b[2J\r\nb",
+    "\u202eevil\u202c \u200f\u2066x\u2069 \ud800",
+    "</style></title></textarea></pre></svg><base href=//x>",
+)
+
+
+class Plain:
+    """A measurement as the library returns it."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def as_json(self):
+        return self.values
 
 
 def number(value=1.0, reach=0.1):

@@ -26,18 +26,8 @@ from trueup.page.pictures import around_zero, standing_out, tiles
 
 from calibrations import emptied, make
 from forged import resign
-from pages import comparison, likelihood, samplers, whole
+from pages import HOSTILE, Plain, comparison, likelihood, samplers, whole
 from tiny import tiny_unet
-
-HOSTILE = (
-    "</script><img src=x onerror=alert(1)>",
-    "]]><script>alert(1)</script>",
-    "\"'><svg onload=alert(1)>",
-    "`${alert(1)}` {{7*7}} &lt;b&gt; <!--",
-    "a\x00\x07\x1b[2J\r\nb",
-    "\u202eevil\u202c \u200f\u2066x\u2069 \ud800",
-    "</style></title></textarea></pre></svg><base href=//x>",
-)
 
 
 class Seen(HTMLParser):
@@ -172,16 +162,6 @@ def test_hostile_texts_change_nothing_but_text(text):
     hostile.encode()  # no half of a pair is left
     assert data_of(hostile)["calibration"]["model"] == text
     assert hostile.count("<script") == plain.count("<script") == 2
-
-
-class Plain:
-    """A measurement as the library returns it."""
-
-    def __init__(self, values):
-        self.values = values
-
-    def as_json(self):
-        return self.values
 
 
 def test_a_signed_file_with_a_hostile_name_is_a_page_that_shows_it(files):

@@ -6,11 +6,10 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from browser import BROWSER, DRIVER, Browser
-from test_page import HOSTILE, Plain
 from trueup.page import render
 
-from pages import comparison, likelihood, samplers, whole
+from browser import BROWSER, DRIVER, Browser
+from pages import HOSTILE, Plain, comparison, likelihood, samplers, whole
 
 pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromium-driver")
 

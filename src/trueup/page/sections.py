@@ -58,7 +58,7 @@ def samples(calibration: Calibration) -> Html:
         controls += [radio, tag("label", name[:1].upper() + name[1:], for_=f"set-{i}")]
         grids.append(_grid(one, name, i))
     legend = tag("legend", "Which samples to show")
-    lead = f"The same {_count(sets[0])} seeds each time: image by image, only the correction differs."
+    lead = f"The same {_count(sets[0])} seeds each time: only the correction differs, or the solver."
     if len(sets) == 1:
         lead = "Nothing is attached for sampling, so that samples stay as they are."
     switch = tag("fieldset", legend, controls, class_="switch") if len(sets) > 1 else None
