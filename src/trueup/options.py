@@ -88,7 +88,7 @@ _INSPECT = """examples:
 """
 _REPORT = """examples:
   trueup report raw.trueup.safetensors -o report.html
-  trueup samplers bundled:raw --calibration raw.trueup.safetensors --json > samplers.json
+  trueup samplers bundled:raw --calibration raw.trueup.safetensors -o samplers.json
   trueup report raw.trueup.safetensors --with samplers.json -o report.html
 
 Writes what a calibration file says as one page, to be opened in a browser: verdict, samples before and after,
@@ -218,6 +218,8 @@ def parser() -> _Parser:
     samplers.add_argument("--trajectories", **_COUNT, default=32, help="samples to compare on (default: 32)")
     plotted = "draw error against evaluations (.png, .svg or .pdf)"
     samplers.add_argument("--figure", type=typed.picture, metavar="FILE", help=plotted)
+    samplers.add_argument("-o", "--output", **_FILE, help="write JSON")
+    samplers.add_argument("--force", **_FLAG, help="replace FILE if it exists")
     _add_labels(samplers)
     _add_guidance(samplers)
     _add_model(samplers)
@@ -289,7 +291,7 @@ def parser() -> _Parser:
 
     report = command("report", _REPORT, "write a calibration as a page to look at", json=False)
     report.add_argument("file", metavar="FILE", help=_MADE)
-    others = "what `evaluate`, `samplers` and `likelihood` wrote with --json or -o, of this calibration"
+    others = "what `evaluate`, `samplers` and `likelihood` wrote with -o, of this calibration"
     report.add_argument(
         "--with", dest="measured", nargs="+", action="extend", default=[], **_FILE, help=others
     )

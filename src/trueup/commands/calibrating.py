@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from trueup.estimate import Moments, classes_of, fit, measure
 from trueup.estimate import merge as merge_moments
 from trueup.estimate.diagnose import Diagnosis, look
 from trueup.figure import check_figure, draw, draw_samplers
+from trueup.files import write
 from trueup.fitting import fit_solver, judge, labels_of
 from trueup.fitting import samplers as compare_samplers
 from trueup.fitting.kept import clear
@@ -139,6 +141,8 @@ def samplers(options: argparse.Namespace) -> int:
     if options.figure is not None:
         draw_samplers(found, options.figure)
         say(options, f"wrote {options.figure}")
+    if options.output is not None:
+        write(options.output, f"{json.dumps(found.as_json(), indent=2)}\n".encode())
     show(options, found.as_json(), f"verdict: {found.verdict()}" if options.quiet else found.table())
     return 0
 

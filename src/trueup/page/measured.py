@@ -19,7 +19,7 @@ from trueup.statistics import Number
 _LARGEST = 2**26  # bytes of such a file
 _MOST = 2000  # rows of a table
 _LONGEST = 300
-_EXPECTED = "expected what trueup evaluate, samplers or likelihood wrote with --json or -o"
+_EXPECTED = "expected what trueup evaluate, samplers or likelihood wrote with -o"
 
 
 @dataclass

@@ -24,7 +24,7 @@ def quality(calibration: Calibration, measured: Measured) -> Html:
         parts.append(_of_solvers(calibration))
     if not measured.samplers:
         model = model_name(calibration, "MODEL")
-        how = f"trueup samplers {model} --calibration {FILE} --json > samplers.json"
+        how = f"trueup samplers {model} --calibration {FILE} -o samplers.json"
         parts.append(
             missing(
                 "Other samplers were not compared. To have them here:",
@@ -150,10 +150,10 @@ def measures(calibration: Calibration, measured: Measured) -> Html:
         parts.append(_likelihood(bits))
     e, model = calibration.evidence, model_name(calibration, "MODEL")
     if not measured.comparisons:
-        how = f"trueup evaluate {model} --calibration {FILE} --data {IMAGES} --json > evaluate.json"
+        how = f"trueup evaluate {model} --calibration {FILE} --data {IMAGES} -o evaluate.json"
         parts.append(missing("Samples were not compared with the data by a measure. To have that here:", how))
     if not measured.likelihoods:
-        how = f"trueup likelihood {model} --calibration {FILE} --data {IMAGES} --json > likelihood.json"
+        how = f"trueup likelihood {model} --calibration {FILE} --data {IMAGES} -o likelihood.json"
         parts.append(missing("Likelihoods were not measured. To have them here:", how))
     if calibration.measured:
         heads = ["t", "λ", "loss", "‖E[ε̂]‖²", "taken off the loss"]
