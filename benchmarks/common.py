@@ -14,10 +14,10 @@ from trueup.denoiser import Denoiser
 from trueup.estimate import default_levels
 from trueup.estimate import measure as measure_moments
 from trueup.estimate.confirm import score
-from trueup.evaluation import build_reference, image_maker
+from trueup.evaluation import build_reference
 from trueup.hf import as_denoiser
 from trueup.metrics import GaussianStatistics, colours, frechet, load_features, wasserstein
-from trueup.sampling import sample_batches
+from trueup.sampling import image_maker, sample_batches
 from trueup.statistics import Number, mean_and_error
 
 FINDINGS_LEVELS = (999, 852, 673, 440, 177, 44, 8)

@@ -22,10 +22,10 @@ import torch
 import trueup
 from trueup.estimate import classes_of, fit, measure
 from trueup.estimate.conditions import keys
-from trueup.evaluation import build_reference, image_maker
+from trueup.evaluation import build_reference
 from trueup.fitting import judge, labels_of
 from trueup.metrics import GaussianStatistics, colours, frechet, load_features, wasserstein
-from trueup.sampling import sample_batches
+from trueup.sampling import image_maker, sample_batches
 from trueup.statistics import Number, trapezoid_weights
 
 from common import comparison_parser, finish, numbers, plus_minus, table

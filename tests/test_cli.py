@@ -90,7 +90,8 @@ def test_check_writes_nothing_and_fails_above(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", ["", "calibrate", "check", "samplers", "sample", "evaluate", "likelihood", "inspect", "demo"]
+    "command",
+    ["", "calibrate", "check", "samplers", "sample", "evaluate", "likelihood", "inspect", "report", "demo"],
 )
 def test_help_opens_with_two_examples_the_parser_takes(command):
     done = trueup_command(*command.split(), "--help")

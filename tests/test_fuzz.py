@@ -20,9 +20,11 @@ from trueup.errors import ArtifactError, TrueupError
 from trueup.estimate import fit, stored
 from trueup.estimate.moments import Moments
 from trueup.fitted import FittedSolver
+from trueup.page import render
 from trueup.statistics import Number
 
 from calibrations import make
+from pages import drawn
 
 SCREEN = "\x1b[2J\nverdict: all fine"
 DEEP = [[[[[[[[[[1]]]]]]]]]]
@@ -86,6 +88,7 @@ def change_tensors(tensors: dict, dice: random.Random) -> None:
         tensors.pop(name)
     elif way == 1:
         strange = ("x", "solver.0.x", "solver.1.t", "solver.", "solver", "solver.0", SCREEN)
+        strange += ("drawn.0.x", "drawn.1.off", "drawn.", "drawn", "expected")
         strange += ("class.0.x", "class.1.b", "class.2.b", "class.", "class", "class.0", "class.-1.b")
         tensors[dice.choice(strange)] = value
     elif way == 2:
@@ -112,7 +115,9 @@ def change_tensors(tensors: dict, dice: random.Random) -> None:
             one = float(value.view(-1)[row])
             value.view(-1)[row] = dice.choice((*NUMBERS, one + 1e-3, one * 1.0000001, -one))
         else:
+            value = value.long()
             value.view(-1)[row] = dice.choice((0, -1, 2**62))
+            value = value.to(tensors[name].dtype)
         tensors[name] = value
 
 
@@ -150,6 +155,8 @@ def good():
     own = make((1, 3, 4), seed=1).correction
     made.classes = (OfClass(4, 30, Number(0.2, 0.1, 0.0, 0.4), own), OfClass(9, 3, Number(math.nan)))
     made.provenance["null_label"] = 4
+    made.drawn = (drawn((1, 3, 4), made.correction.bands.count, pictures=2),)
+    made.evidence.expected = torch.ones(3, 1, 3, 4)
     meta, tensors = artifact.pack_calibration(made)
     return json.dumps(meta), tensors
 
@@ -198,6 +205,13 @@ def show(calibration: Calibration) -> None:
     assert sum(text.startswith("verdict") for text in lines) == 1
 
 
+def show_page(calibration: Calibration) -> None:
+    """And its page has the elements of a page."""
+    text = render(calibration)
+    assert text.count("<script") == text.count("</script") == 2
+    assert all(c.isprintable() or c == "\n" for c in text)
+
+
 def test_signed_files_are_refused_in_a_line_or_do_what_they_did(good):
     dice, whole = random.Random(0), read(json.loads(good[0]), good[1])
     harmless = 0
@@ -210,6 +224,8 @@ def test_signed_files_are_refused_in_a_line_or_do_what_they_did(good):
         harmless += 1
         assert same(loaded, whole)
         show(loaded)
+        if harmless % 100 == 0:
+            show_page(loaded)
     assert 100 < harmless < 4000  # evidence within its range, names, digests: nothing that corrects
 
 
@@ -230,6 +246,7 @@ def test_whoever_forges_the_identity_too_gets_a_correction_within_bounds_or_a_li
         show(loaded[-1])
     assert len(loaded) > 100
     for calibration in loaded[::20]:
+        show_page(calibration)
         x_t = torch.ones(2, *calibration.shape)
         corrected = CorrectOutput(calibration).correct(x_t, x_t, calibration.t[:1], torch.tensor([4, 9]))
         assert torch.isfinite(corrected).all()

@@ -46,6 +46,9 @@ def check(options: argparse.Namespace) -> None:
         path, named = getattr(options, name, None), name in ("calibration", "file")
         if path is not None and not Path(path).exists() and not (named and is_hub_name(path)):
             raise TrueupError(f"{path} does not exist")
+    for path in getattr(options, "measured", ()):
+        if not path.is_file():
+            raise TrueupError(f"{path} does not exist")
     for path in getattr(options, "files", ()):
         if not path.is_file():
             raise TrueupError(f"{path} is not a file that `trueup calibrate --shard` wrote")
@@ -67,7 +70,7 @@ def started_by_launcher(options: argparse.Namespace) -> bool:
     shard = getattr(options, "shard", None)
     if "WORLD_SIZE" not in os.environ:
         started = next((n for n in _TASKS if os.environ.get(n, "1") not in ("", "0", "1")), None)
-        if started is not None and shard is None and options.command not in ("inspect", "merge"):
+        if started is not None and shard is None and options.command not in ("inspect", "merge", "report"):
             many = f"{os.environ[started]} processes were started ({started}) that do not know each other"
             how = (
                 "start torchrun in each, give each its --shard K/N, or " if hasattr(options, "shard") else ""

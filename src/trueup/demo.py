@@ -22,6 +22,7 @@ from trueup.hf import as_denoiser
 from trueup.hf.loading import diffusers_module
 from trueup.images import Images
 from trueup.metrics import wasserstein
+from trueup.page import write as write_page
 from trueup.report import as_text, plain_output
 from trueup.sampling import sample
 
@@ -80,7 +81,10 @@ def run(out: Path, kept: Path, *, seed: int = 0, device: str = "cpu", progress: 
     print(f"{'data':14} {mean:6.1f} {spread:6.1f}\n")
     picture = out / "samples.png"
     draw({name: x[:SHOWN] for name, x in drawn.items()}, picture)
-    print(f"wrote {file} (put it on the model with trueup.attach) and {picture} (look at it)")
+    page = out / "report.html"
+    write_page(spectral, page)
+    print(f"wrote {file} (put it on the model with trueup.attach), {picture} (look at it)")
+    print(f"and {page} (open it in a browser: all of this, and every noise level)")
 
 
 def brightness(x: Tensor, data: Tensor) -> tuple[float, float, float]:

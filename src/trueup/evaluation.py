@@ -25,7 +25,7 @@ from trueup.metrics import MEASURES, FeatureBatch, Features, ModuleFeatures, Ref
 from trueup.metrics.features import look_at
 from trueup.metrics.measures import measures
 from trueup.progress import Progress
-from trueup.sampling import Solver, as_solver, pictures, sample_batches
+from trueup.sampling import Solver, as_solver, image_maker, pictures, sample_batches
 from trueup.sampling.draw import DEFAULT, check_labels, choose_solver, count_evaluations
 from trueup.sampling.fitted import Fitted
 from trueup.sampling.store import Kept
@@ -174,16 +174,6 @@ def evaluate(
 
 def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple, range, np.ndarray)) else [given]
-
-
-def image_maker(denoiser: Denoiser) -> Callable[[Tensor], Tensor]:
-    """What makes pictures of a model's samples, 8-bit; latents without an autoencoder stay as they are."""
-    data_range, autoencoder = denoiser.data_range, denoiser.autoencoder
-    if data_range is not None:
-        return lambda x: pictures(x, data_range)
-    if autoencoder is not None:
-        return lambda x: pictures(autoencoder.decode(x.to(denoiser.device)), (-1.0, 1.0))
-    return lambda x: x.cpu()
 
 
 def build_reference(

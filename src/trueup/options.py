@@ -86,13 +86,22 @@ _INSPECT = """examples:
   trueup inspect raw.trueup.safetensors --json
   trueup inspect raw.trueup.safetensors --figure raw.png
 """
+_REPORT = """examples:
+  trueup report raw.trueup.safetensors -o report.html
+  trueup samplers bundled:raw --calibration raw.trueup.safetensors -o samplers.json
+  trueup report raw.trueup.safetensors --with samplers.json -o report.html
+
+Writes what a calibration file says as one page, to be opened in a browser: verdict, samples before and after,
+quality against evaluations, the paper's figures, measures, provenance. The page loads nothing and needs no
+network. What was measured elsewhere comes by --with; where something is missing, the page says what makes it.
+"""
 _DEMO = """examples:
   trueup demo
   trueup demo --out /tmp/trueup-demo --seed 1
 
 Calibrates the raw last weights of a small Fashion-MNIST model, samples before and after with the same seeds,
-and writes the calibration and one picture: uncalibrated, shift, spectral, the fitted solver in few steps, and
-the EMA weights beside them.
+and writes the calibration, one picture (uncalibrated, shift, spectral, the fitted solver in few steps, and
+the EMA weights beside them), and a report to open in a browser.
 """
 
 
@@ -209,6 +218,8 @@ def parser() -> _Parser:
     samplers.add_argument("--trajectories", **_COUNT, default=32, help="samples to compare on (default: 32)")
     plotted = "draw error against evaluations (.png, .svg or .pdf)"
     samplers.add_argument("--figure", type=typed.picture, metavar="FILE", help=plotted)
+    samplers.add_argument("-o", "--output", **_FILE, help="write JSON")
+    samplers.add_argument("--force", **_FLAG, help="replace FILE if it exists")
     _add_labels(samplers)
     _add_guidance(samplers)
     _add_model(samplers)
@@ -277,6 +288,16 @@ def parser() -> _Parser:
     )
     inspect.add_argument("--json", **_FLAG, help="JSON on standard output")
     inspect.add_argument("--figure", **_FIGURE)
+
+    report = command("report", _REPORT, "write a calibration as a page to look at", json=False)
+    report.add_argument("file", metavar="FILE", help=_MADE)
+    others = "what `evaluate`, `samplers` and `likelihood` wrote with -o, of this calibration"
+    report.add_argument(
+        "--with", dest="measured", nargs="+", action="extend", default=[], **_FILE, help=others
+    )
+    report.add_argument("-o", "--output", required=True, **_FILE, help="the page to write, report.html say")
+    report.add_argument("--force", **_FLAG, help="replace the page if it exists")
+    report.add_argument("--quiet", **_FLAG, help="say nothing")
 
     demo = command("demo", _DEMO, "calibrate the bundled model and draw what it does", json=False)
     out = Path("trueup-demo")

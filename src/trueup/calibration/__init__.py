@@ -5,9 +5,10 @@ from trueup.calibration.calibration import Calibration, load
 from trueup.calibration.classes import OfClass
 from trueup.calibration.conditions import OfConditions
 from trueup.calibration.correction import GAINS, Correction, Innovation
+from trueup.calibration.drawn import Drawn
 from trueup.calibration.evidence import Evidence
 from trueup.fitted import FittedSolver
 
-__all__ = ["GAINS", "Attachment", "Calibration", "Correction", "Evidence", "FittedSolver", "Innovation"]
-__all__ += ["OfClass", "OfConditions"]
+__all__ = ["GAINS", "Attachment", "Calibration", "Correction", "Drawn", "Evidence", "FittedSolver"]
+__all__ += ["Innovation", "OfClass", "OfConditions"]
 __all__ += ["as_calibration", "attach", "detach", "load"]

@@ -15,6 +15,7 @@ from trueup.bands import Bands, kept_frequencies
 from trueup.calibration.classes import OfClass
 from trueup.calibration.conditions import OfConditions, pack_conditions, unpack_conditions
 from trueup.calibration.correction import CHANGED, GAINS, Correction, Innovation
+from trueup.calibration.drawn import pack_drawn, pack_maps, unpack_drawn, unpack_maps
 from trueup.calibration.evidence import Evidence, SampleEvidence
 from trueup.denoiser import Binding
 from trueup.denoiser.layout import LAYOUTS
@@ -33,6 +34,7 @@ _MOST_SOLVERS = 100
 _LARGEST_MAPS = 2**30  # bytes
 _MOST_CLASSES, _LARGEST_LABEL = 100_000, 2**62
 _OF_CORRECTION = ("b", "a", "d", "support", "rho", "innovation", "changed_support")
+_GROUPS = ("solver", "class", "condition", "drawn")
 _DATA = ("data_mean", "data_variance", "data_variance_se")
 
 
@@ -61,6 +63,8 @@ def pack_calibration(calibration: Any) -> tuple[dict[str, Any], dict[str, Tensor
         **{name: tensor.float() for name, tensor in single.items()},
         **{f"{n}.{part}": getattr(getattr(evidence, n), part) for n in _BY_LEVEL for part in _PARTS},
     }
+    of_drawn, more = pack_drawn(calibration.drawn)
+    tensors |= {**more, **pack_maps(evidence.expected)}
     entries = []
     for i, solver in enumerate(calibration.solvers):
         entry, more = fitted.pack(solver, f"solver.{i}")
@@ -79,6 +83,7 @@ def pack_calibration(calibration: Any) -> tuple[dict[str, Any], dict[str, Tensor
         "classes": of_classes,
         "condition": of_conditions,
         "solvers": entries,
+        "drawn": of_drawn,
         "identity": calibration.identity,
     }
     return meta, tensors
@@ -175,9 +180,10 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
     if not 1 <= levels <= 10_000 or levels * channels * size * 8 > _LARGEST_MAPS:
         raise ArtifactError(f"{levels} levels of samples of shape {shape} make no sense")
     bands = Bands.of(shape, numbers(meta.get("band_edges"), "band_edges", 0.0, 1e9, most=1000))
-    groups: dict[str, dict[str, Tensor]] = {n: {} for n in ("solver", "class", "condition", "correction", "")}
+    groups: dict[str, dict[str, Tensor]] = {name: {} for name in ("correction", "expected", *_GROUPS, "")}
     for name, tensor in tensors.items():
-        kind = name.split(".")[0] if name.startswith(("solver.", "class.", "condition.")) else ""
+        kind = next((group for group in _GROUPS if name.startswith(f"{group}.")), "")
+        kind = "expected" if name in ("expected", "expected_largest") else kind
         groups["correction" if name in _OF_CORRECTION else kind][name] = tensor
     check_tensors(
         groups[""], {**_bounds(levels, channels, bands.count, digests.numel()), "data_mean": of_map}
@@ -221,6 +227,7 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
             dimensions=math.prod(shape),
             scale=tensors["scale"].double(),
             shift_se=tensors["shift_se"],
+            expected=unpack_maps(groups["expected"], levels, channels),
             **{n: Number(*(tensors[f"{n}.{part}"] for part in _PARTS)) for n in _BY_LEVEL},
             **{n: stored.total(meta, n) for n in _TOTALS},
         ),
@@ -234,6 +241,7 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
         "solvers": solvers,
         "classes": classes,
         "conditions": conditions,
+        "drawn": unpack_drawn(meta.get("drawn", []), groups["drawn"], channels, bands.count),
     }
 
 

@@ -16,6 +16,7 @@ from trueup.calibration.artifact import KIND, identity_of, pack_calibration, unp
 from trueup.calibration.classes import OfClass
 from trueup.calibration.conditions import OfConditions
 from trueup.calibration.correction import Correction, check_gains
+from trueup.calibration.drawn import Drawn
 from trueup.calibration.evidence import Evidence, SampleEvidence, of_samples
 from trueup.calibration.sharing import find_calibration, push_folder, save_folder
 from trueup.denoiser import Denoiser
@@ -52,6 +53,7 @@ class Calibration:
     gains: str = "sqrt"  # of the correction that samples are drawn with, see `Correction.with_gains`
     classes: tuple[OfClass, ...] = ()  # of moments kept by class; `correction` is that of all together
     conditions: OfConditions | None = None  # what depends on an embedding, beyond `correction`
+    drawn: tuple[Drawn, ...] = ()  # samples that it was judged by, to look at
 
     def __post_init__(self) -> None:
         check_gains(self.gains)
@@ -166,7 +168,7 @@ class Calibration:
             self,
             correction=self.correction.resized(spatial, mean),
             shape=(self.shape[0], *bands.spatial),
-            evidence=replace(self.evidence, scale=self.evidence.scale[..., old]),
+            evidence=replace(self.evidence, scale=self.evidence.scale[..., old], expected=None),
             data_mean=resampled(mean, made, bands),
             data_variance=self.data_variance[..., old],
             data_variance_se=self.data_variance_se[..., old],
@@ -174,6 +176,7 @@ class Calibration:
             solvers=tuple(solver.resized(spatial) for solver in self.solvers),
             classes=tuple(replace(of, correction=c) for of, c in zip(self.classes, own, strict=True)),
             conditions=None if conditions is None else conditions.resized(spatial, made),
+            drawn=(),
         )
 
     def solver(self, nfe: int, guidance: float = 1.0) -> FittedSolver:

@@ -36,6 +36,7 @@ class Evidence:
     scale: Tensor  # (L, bands) share of what was held out that was confirmed and is in the final fit
     bound_gain: Number  # of this correction
     shift_bound_gain: Number  # of the ideal constant shift
+    expected: Tensor | None = None  # (L, C, H, W) E[eps_hat], to look at: small, of pictures' axes alone
 
     def bits_per_dim(self, nats: float) -> float:
         """Nats per sample as bits per dimension."""

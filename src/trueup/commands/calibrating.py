@@ -1,8 +1,9 @@
-"""`trueup calibrate`, `merge`, `check`, `samplers`, `inspect` and `demo`."""
+"""`trueup calibrate`, `merge`, `check`, `samplers`, `inspect`, `report` and `demo`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from trueup.estimate import Moments, classes_of, fit, measure
 from trueup.estimate import merge as merge_moments
 from trueup.estimate.diagnose import Diagnosis, look
 from trueup.figure import check_figure, draw, draw_samplers
+from trueup.files import write
 from trueup.fitting import fit_solver, judge, labels_of
 from trueup.fitting import samplers as compare_samplers
 from trueup.fitting.kept import clear
 from trueup.images import open_images
+from trueup.page import write as write_page
 from trueup.report import as_json, as_text, plain_output
 from trueup.sampling import generate
 from trueup.sampling.draw import network_for
@@ -138,6 +141,8 @@ def samplers(options: argparse.Namespace) -> int:
     if options.figure is not None:
         draw_samplers(found, options.figure)
         say(options, f"wrote {options.figure}")
+    if options.output is not None:
+        write(options.output, f"{json.dumps(found.as_json(), indent=2)}\n".encode())
     show(options, found.as_json(), f"verdict: {found.verdict()}" if options.quiet else found.table())
     return 0
 
@@ -213,6 +218,13 @@ def inspect(options: argparse.Namespace) -> int:
         draw(calibration, options.figure)
         say(options, f"wrote {options.figure}")
     _report(calibration, options, {"file": str(options.file)})
+    return 0
+
+
+def report(options: argparse.Namespace) -> int:
+    """`trueup report`."""
+    write_page(options.file, options.output, measured=options.measured)
+    say(options, f"wrote {options.output}: open it in a browser")
     return 0
 
 

@@ -10,11 +10,11 @@ from trueup.calibration import load
 from trueup.commands import shared
 from trueup.commands.shared import given, say, show
 from trueup.errors import Argument
-from trueup.evaluation import build_reference, image_maker
+from trueup.evaluation import build_reference
 from trueup.evaluation import evaluate as compare
 from trueup.fitting import labels_of
 from trueup.metrics import Reference, load_features
-from trueup.sampling import sample_batches
+from trueup.sampling import image_maker, sample_batches
 from trueup.sampling.draw import check_labels, choose_solver
 from trueup.sampling.store import Output
 from trueup.solvers import FITTED

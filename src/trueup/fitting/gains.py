@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from trueup.calibration import Attachment, Calibration
+from trueup.calibration import Attachment, Calibration, Drawn
 from trueup.denoiser import Denoiser
+from trueup.fitting.look import OWN_STREAM, look_at
 from trueup.fitting.moments import Miss, Moments, seen
 from trueup.fitting.teacher import NoLimit, Teacher, deal
 from trueup.noise import mix
@@ -21,7 +22,6 @@ from trueup.statistics import Number
 TRAJECTORIES = 64
 INTERVALS = 24
 MATERIAL = 0.005  # nats a coefficient by which another form must be closer than the one derived
-_OWN_STREAM = 0x6761696E
 _LARGEST = 1e12  # that a file holds; samples this far off are nowhere
 
 
@@ -48,8 +48,9 @@ def judge(
     made = [calibration.correction, *(of.correction for of in calibration.classes)]
     forms = ["none", "sqrt", *(["response"] if any(one is not None and one.a.any() for one in made) else [])]
     network = network_for(denoiser, labels)
-    deal(network, trajectories, mix(seed ^ _OWN_STREAM))
+    deal(network, trajectories, mix(seed ^ OWN_STREAM))
     misses: dict[str, Miss] = {}
+    drawn: dict[str, Drawn] = {}
     evaluations = (INTERVALS + 1) * trajectories * len(forms)
     with Progress(evaluations, "drawing samples to judge by", show=progress) as bar:
         network.advance = bar.update
@@ -60,6 +61,8 @@ def judge(
                 except NoLimit:
                     continue
             misses[form] = data.miss(seen(limit.samples, denoiser))
+            how = {"gains": form, "fitted": False, "nfe": len(limit.lam), "seed": seed}
+            drawn[form] = look_at(limit.samples, denoiser, data, **how)
     if "none" not in misses:
         return calibration
     found: dict[str, Any] = {form: _plain(miss.number) for form, miss in misses.items()}
@@ -67,7 +70,9 @@ def judge(
     if chosen != "none":
         found["change"] = _plain(misses[chosen].less(misses["none"]))
     told = {"miss": found, "trajectories": trajectories, "evaluations": INTERVALS + 1}
-    return replace(calibration, gains=chosen, provenance={**calibration.provenance, "samples": told})
+    kept = tuple(drawn[form] for form in dict.fromkeys(("none", chosen)))
+    provenance = {**calibration.provenance, "samples": told}
+    return replace(calibration, gains=chosen, provenance=provenance, drawn=kept)
 
 
 def choose(misses: dict[str, Miss]) -> str:

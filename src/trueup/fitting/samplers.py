@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
@@ -57,6 +57,7 @@ class Samplers:
     model: str
     calibrated: bool
     brought: tuple[int, ...] = ()  # evaluations whose fitted solver aims at the data, not at the limit
+    settings: dict[str, Any] = field(default_factory=dict)  # whose samples, from what noise
 
     def __repr__(self) -> str:
         return f"<samplers of {self.model}: {self.verdict()}>"
@@ -117,6 +118,7 @@ class Samplers:
             "trajectories": self.trajectories,
         }
         more |= {"verdict": self.verdict(), "brought to the data": list(self.brought)}
+        more["settings"] = self.settings
         return {**more, "samplers": rows}
 
 
@@ -161,7 +163,9 @@ def samplers(
                 rows.append(Row(name, grid, number, error))
     fitted = (solver.solver for *_, solver in solvers if isinstance(solver, Fitted))
     brought = tuple(made.nfe for made in fitted if made.provenance.get("fitted") == BROUGHT)
-    return Samplers(rows, trajectories, denoiser.description, corrected is not None, brought)
+    settings: dict[str, Any] = {"weights": denoiser.fingerprint(), "seed": seed, "guidance": guidance}
+    settings["calibration"] = None if found is None else found.identity
+    return Samplers(rows, trajectories, denoiser.description, corrected is not None, brought, settings)
 
 
 def _solvers(

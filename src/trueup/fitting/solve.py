@@ -17,6 +17,7 @@ from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
 from trueup.fitted import FittedSolver
 from trueup.fitting.kept import Kept
+from trueup.fitting.look import with_solvers
 from trueup.fitting.moments import DataLabels, Miss, Moments, seen
 from trueup.fitting.regress import fitted, restored
 from trueup.fitting.search import error_between, search, search_cost
@@ -96,7 +97,8 @@ def fit_solver(
     for solver in made:
         solver.provenance.pop("run", None)
     others = [old for old in found.solvers if not any(old.is_for(new.nfe, new.guidance) for new in made)]
-    return replace(found, solvers=(*others, *made))
+    found = replace(found, solvers=(*others, *made))
+    return with_solvers(denoiser, found, made, labels, progress)
 
 
 class Fitter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from os import PathLike
 from typing import Any
@@ -210,3 +210,13 @@ def pictures(x: Tensor, data_range: tuple[float, float]) -> Tensor:
     """Samples in a model's range as 8-bit pictures, (B, C, H, W) uint8 on the CPU."""
     low, high = data_range
     return ((x.clamp(low, high) - low) * (255 / (high - low))).round().to(torch.uint8).cpu()
+
+
+def image_maker(denoiser: Denoiser) -> Callable[[Tensor], Tensor]:
+    """What makes pictures of a model's samples, 8-bit; latents without an autoencoder stay as they are."""
+    data_range, autoencoder = denoiser.data_range, denoiser.autoencoder
+    if data_range is not None:
+        return lambda x: pictures(x, data_range)
+    if autoencoder is not None:
+        return lambda x: pictures(autoencoder.decode(x.to(denoiser.device)), (-1.0, 1.0))
+    return lambda x: x.cpu()

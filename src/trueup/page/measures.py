@@ -1,0 +1,205 @@
+"""What was measured of samples and likelihoods: quality against evaluations, and tables with intervals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from trueup.calibration import Calibration
+from trueup.page.chart import Axis, Line, chart
+from trueup.page.levels import level_rows
+from trueup.page.markup import Html, details, interval, joined, missing, plus_minus, section, table, tag
+from trueup.page.measured import Comparison, Likelihood, Measured, Samplers
+from trueup.page.origin import FILE, IMAGES, model_name
+from trueup.statistics import Number, told
+
+_TABLE = "All numbers of this chart"
+
+
+def quality(calibration: Calibration, measured: Measured) -> Html:
+    """Quality against evaluations, of what was measured."""
+    parts: list[Any] = [_of_samplers(one) for one in measured.samplers]
+    parts += [part for one in measured.comparisons if (part := _of_comparison(one)) is not None]
+    if calibration.solvers:
+        parts.append(_of_solvers(calibration))
+    if not measured.samplers:
+        model = model_name(calibration, "MODEL")
+        how = f"trueup samplers {model} --calibration {FILE} -o samplers.json"
+        parts.append(
+            missing(
+                "Other samplers were not compared. To have them here:",
+                how,
+                f"trueup report {FILE} --with samplers.json -o report.html",
+            )
+        )
+    lead = "How near few evaluations of the network come, sampler by sampler."
+    return section("quality", "Quality against evaluations", lead, *parts)
+
+
+def _of_samplers(found: Samplers) -> Html:
+    """Error to the limit, each sampler on the grid that suits it best."""
+    numbers = sorted({row.nfe for row in found.rows})
+    best: dict[str, dict[int, Number]] = {}
+    for row in found.rows:
+        line = best.setdefault(row.sampler, {})
+        if row.nfe not in line or row.error.value < line[row.nfe].value:
+            line[row.nfe] = row.error
+    others = {name: line for name, line in best.items() if name != "fitted"}
+    # The usual sampler that is nearest at most numbers of evaluations stands out beside the fitted one.
+    nearest = [min((n for n in others if k in others[n]), key=lambda n: others[n][k].value) for k in numbers]
+    usual = max(others, key=nearest.count) if others else None
+    lines = []
+    for name, line in best.items():
+        kind = "accent" if name == "fitted" else "plain" if name == usual else "faint"
+        ordered = sorted(line.items())
+        values = [number for _, number in ordered]
+        bands = ([v.low for v in values], [v.high for v in values]) if kind != "faint" else ([], [])
+        lines.append(Line(name, [k for k, _ in ordered], [v.value for v in values], kind, *bands))
+    network = "the calibrated network" if found.calibrated else "the network as it is"
+    drawn = chart(
+        f"Distance to the limit against evaluations, samplers of {network}",
+        lines,
+        Axis("evaluations of the network", log=True, ticks=numbers),
+        Axis("distance to the model's own limit", log=True),
+    )
+    found_at = {(row.sampler, row.grid, row.nfe): plus_minus(row.error) for row in found.rows}
+    kinds = dict.fromkeys((row.sampler, row.grid) for row in found.rows)
+    rows = [
+        [joined(name, ", ", grid), *(found_at.get((name, grid, number), "–") for number in numbers)]
+        for name, grid in kinds
+    ]
+    words = (
+        f"Samplers of {network}, each on its best grid; {found.trajectories} trajectories. Squared error to "
+    )
+    words += (
+        "the many-step limit from the same noise, over the limit's variance, every band in its own units."
+    )
+    heads = ["sampler, grid", *(f"{number} evaluations" for number in numbers)]
+    numbers_of = details(_TABLE, table(heads, rows, "Distance to the limit, ± 95%"))
+    return joined(tag("div", drawn, class_="charts one"), tag("p", words), numbers_of)
+
+
+def _of_comparison(found: Comparison) -> Html | None:
+    """Fréchet distance against evaluations, where there are several."""
+    sides: dict[str, list[tuple[int, Number]]] = {}
+    for row in found.rows:
+        change = row.changes.get("frechet")
+        if change is None or row.nfe is None:
+            continue
+        if row.uncalibrated is None:
+            sides.setdefault(f"{row.solver}, before", []).append((row.nfe, change.before))
+        sides.setdefault(f"{row.solver}, after", []).append((row.nfe, change.after))
+    if not sides:
+        return None
+    lines = []
+    for name, points in sides.items():
+        points.sort(key=lambda point: point[0])
+        kind = "plain" if name.endswith("before") else "accent"
+        values = [number for _, number in points]
+        ends = ([v.low for v in values], [v.high for v in values])
+        lines.append(
+            Line(
+                name,
+                [k for k, _ in points],
+                [v.value for v in values],
+                kind,
+                *ends,
+                name.startswith("fitted"),
+            )
+        )
+    numbers = sorted({k for points in sides.values() for k, _ in points})
+    drawn = chart(
+        "Fréchet distance against evaluations, before and after",
+        lines,
+        Axis("evaluations of the network", log=len(numbers) > 1, ticks=numbers),
+        Axis(f"Fréchet distance ({found.features})", least=0.0),
+    )
+    words = f"{found.samples:,} samples against {found.images:,} images; features: {found.features}."
+    return joined(tag("div", drawn, class_="charts one"), tag("p", words))
+
+
+def _of_solvers(calibration: Calibration) -> Html:
+    """What fitting did, from the file itself."""
+
+    def pair(solver: Any, name: str) -> str:
+        before, after = (solver.evidence.get(key, math.nan) for key in (f"{name}_base", name))
+        if math.isnan(after):
+            return "–"
+        first = "" if math.isnan(before) or before == after else f"{max(0.0, before):.3g} → "
+        return f"{first}{max(0.0, after):.3g}"
+
+    rows = [
+        [
+            solver.purpose,
+            solver.provenance.get("base", "a rule"),
+            pair(solver, "error"),
+            pair(solver, "miss"),
+        ]
+        for solver in calibration.solvers
+    ]
+    heads = ["fitted for", "starting from", "distance to the limit", "miss of the data's bands"]
+    return table(heads, rows, "Solvers in this file: the rule as it was → fitted")
+
+
+def measures(calibration: Calibration, measured: Measured) -> Html:
+    """Everything that has a value and an interval."""
+    parts: list[Any] = []
+    for one in measured.comparisons:
+        parts += [_changes(one)]
+    for bits in measured.likelihoods:
+        parts.append(_likelihood(bits))
+    e, model = calibration.evidence, model_name(calibration, "MODEL")
+    if not measured.comparisons:
+        how = f"trueup evaluate {model} --calibration {FILE} --data {IMAGES} -o evaluate.json"
+        parts.append(missing("Samples were not compared with the data by a measure. To have that here:", how))
+    if not measured.likelihoods:
+        how = f"trueup likelihood {model} --calibration {FILE} --data {IMAGES} -o likelihood.json"
+        parts.append(missing("Likelihoods were not measured. To have them here:", how))
+    if calibration.measured:
+        heads = ["t", "λ", "loss", "‖E[ε̂]‖²", "taken off the loss"]
+        rows = [
+            [
+                f"{float(calibration.t[row]):.4g}",
+                f"{float(calibration.correction.lam[row]):+.2f}",
+                plus_minus(e.loss[row]),
+                plus_minus(e.eta2[row]),
+                interval(e.gain[row]),
+            ]
+            for row in level_rows(calibration)
+        ]
+        words = "By noise level, on images that nothing was fitted to; ± and intervals are 95%"
+        parts.append(details(f"{len(rows)} noise levels", table(heads, rows, words)))
+    return section("measures", "Measures", "Before and after from the same seeds; intervals are 95%.", *parts)
+
+
+def _changes(found: Comparison) -> Html:
+    made = []
+    for row in found.rows:
+        by = "" if row.uncalibrated is None else f"; before by {row.uncalibrated}"
+        spent = "its own number of" if row.nfe is None else row.nfe
+        rows = [
+            [
+                each.name,
+                plus_minus(each.before),
+                plus_minus(each.after),
+                told(each.difference, each.more_is_better),
+            ]
+            for each in row.changes.values()
+        ]
+        caption = f"{row.solver}, {spent} evaluations{by}"
+        made.append(table(["", "before", "after", "difference"], rows, caption))
+    words = f"{found.samples:,} samples, seed {found.seed}, against {found.images:,} images; "
+    words += f"features: {found.features}."
+    return joined(*made, tag("p", words), [tag("p", note, class_="note") for note in found.notes])
+
+
+def _likelihood(found: Likelihood) -> Html:
+    rows = []
+    for name, sides in found.terms.items():
+        change = told(sides["difference"]) if "difference" in sides else "–"
+        after = plus_minus(sides["after"]) if "after" in sides else "–"
+        rows.append([name, plus_minus(sides["before"]), after, change])
+    kind = "by the probability flow" if found.method == "ode" else "bound"
+    caption = f"Negative log-likelihood ({kind}), bits/dim of a {found.of}, {found.images:,} images"
+    notes = [tag("p", note, class_="note") for note in (found.description, *found.notes)]
+    return joined(table(["", "before", "after", "difference"], rows, caption), notes)
