@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trueup.bands import Bands
 from trueup.calibration.correction import GAINS
 from trueup.errors import ArtifactError
 from trueup.stored import Bounds, check_tensors, whole
@@ -50,6 +51,11 @@ def small(x: Tensor) -> Tensor:
     size = [max(1, round(n / shrink)) for n in (height, width)]
     flat = x.reshape(-1, 1, height, width).double()
     return torch.nn.functional.interpolate(flat, size=size, mode="area").reshape(*x.shape[:-2], *size).to(x)
+
+
+def small_maps(z: Tensor, bands: Bands) -> Tensor:
+    """Maps (L, C, K) by their coefficients, as small pictures; one level at a time, as they may be large."""
+    return torch.stack([small(bands.picture(level)) for level in z])
 
 
 def pack_drawn(drawn: Sequence[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trueup.bands import Bands, band_variance
+from trueup.bands import band_variance
 from trueup.calibration import Calibration, Correction, Evidence, Innovation
 from trueup.calibration.correction import CHANGED
-from trueup.calibration.drawn import small
+from trueup.calibration.drawn import small_maps
 from trueup.errors import Argument, TrueupError
 from trueup.estimate import confirm
 from trueup.estimate.families import FAMILIES, Family, Slopes
@@ -85,7 +85,7 @@ def fit_pooled(moments: Moments, *, family: str, estimator: str) -> Calibration:
         shift_bound_gain=squared_norm(torch.einsum("l,lfg->fg", weights * level, gram), average)[()],
         shift_se=(shift.variance * moments.bands.kept).sum((1, 2)).sqrt(),
         scale=scale,
-        expected=small(_pictures(shift.value, moments.bands)) if len(moments.shape) == 3 else None,
+        expected=small_maps(shift.value, moments.bands) if len(moments.shape) == 3 else None,
     )
     used = noted.used()
     first, second, data_rows = (v[0].cpu() for v in (used.data_first, used.data_second, used.data_rows))
@@ -109,11 +109,6 @@ def fit_pooled(moments: Moments, *, family: str, estimator: str) -> Calibration:
 def _shift(centred: Centred, images: int) -> Mean:
     """The mean residual, by an estimate that few images do not upset."""
     return mean_residual(centred, "paired" if images < 8 else "shrunk", *_no_slopes(centred))
-
-
-def _pictures(z: Tensor, bands: Bands) -> Tensor:
-    """Maps (L, C, K) of coefficients as pixels, (L, C, *spatial)."""
-    return bands.idct(z.reshape(*z.shape[:-1], *bands.spatial))
 
 
 def _summed(centred: Centred, mean: Mean) -> Tensor:

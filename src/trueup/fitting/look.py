@@ -27,11 +27,11 @@ OWN_STREAM = 0x6761696E  # of the samples that judge, and of all that are compar
 def look_at(x: Tensor, denoiser: Denoiser, data: Moments, **how: Any) -> Drawn:
     """What to keep of samples (n, *shape); how: the other fields of `Drawn`."""
     bands, z = data.bands, dct_of(data.bands, seen(x, denoiser)).cpu()
-    variance, error = band_variance(bands, z, bands.sum(z.square()), torch.ones(len(z)).to(z))
-    sizes = bands.sizes.to(z)
-    off = (
-        bands.sum((z.mean(0) - data.mean).square()) / sizes - data.variance / data.images - variance / len(z)
-    )
+    kept = bands.keep(z.unflatten(-1, bands.spatial))
+    variance, error = band_variance(bands, kept, bands.sum_all(z.square()), torch.ones(len(z)).to(z))
+    sizes, share = bands.sizes.to(z), bands.share.to(z)
+    off = bands.sum((kept.mean(0) - data.mean).square()) / sizes
+    off -= share * (data.variance / data.images + variance / len(z))
     return Drawn(
         **how,
         samples=len(x),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trueup.bands import Bands
 from trueup.calibration import Calibration
-from trueup.calibration.drawn import small
+from trueup.calibration.drawn import small_maps
 from trueup.figure import curves
 from trueup.page.chart import Axis, Line, chart
 from trueup.page.markup import Html, interval, joined, plus_minus, tag
@@ -24,7 +24,7 @@ def frequencies(bands: Bands) -> list[float]:
         k = torch.arange(size, dtype=torch.float64) / (2 * size)
         squared += (k**2).reshape([-1 if i == axis else 1 for i in range(len(bands.spatial))])
     radius = squared.sqrt().flatten()
-    return (bands.sum(radius) / bands.sizes).tolist()
+    return (bands.sum_all(radius) / bands.sizes).tolist()
 
 
 def level_rows(calibration: Calibration) -> list[int]:
@@ -95,7 +95,7 @@ def figure_two(calibration: Calibration) -> Html:
     made, bands, e = calibration.correction, calibration.correction.bands, calibration.evidence
     off = kept_map(calibration)
     flat = len(calibration.shape) == 3
-    maps = small(bands.idct(off.reshape(*off.shape[:-1], *bands.spatial))) if flat else None
+    maps = small_maps(off, bands) if flat else None
     power = (bands.sum(off.square()) / bands.sizes).mean(1).sqrt()  # (L, bands)
     used, at = calibration.for_samples, frequencies(bands)
     gains = ((1 - used.a).mean(1), -used.d.mean(1))  # (L, bands) each
