@@ -30,26 +30,20 @@ from trueup.sampling.draw import network_for
 def calibrate(options: argparse.Namespace) -> int:
     """`trueup calibrate`."""
     output, run = options.output, options.run or Path(f"{options.output}.run")
-    first = distributed.rank() == 0
-    if not first:
-        options.quiet, options.progress = True, False
     measured = options.data is not None or options.generated is not None
-    with distributed.together():
-        if options.shard is None:
-            _say_what_is_lost(options)
-        denoiser = shared.open_model(options)
-        options.run = run
-        calibration, labels, kept = shared.open_calibration(options, denoiser), options.labels, ""
-        if options.nfe is not None:  # or say now what is wrong; labels may be those of the data, not yet read
-            network_for(denoiser, 0 if measured and denoiser.conditional else labels, options.guidance)
-        moments, data = _measure(denoiser, options, run) if measured else (None, None)
-    if not first:
-        return 0
+    if options.shard is None:
+        _say_what_is_lost(options)
+    denoiser = shared.open_model(options)
+    options.run = run
+    calibration, labels, kept = shared.open_calibration(options, denoiser), options.labels, ""
+    if options.nfe is not None:  # or say now what is wrong; labels may be those of the data, not yet read
+        network_for(denoiser, 0 if measured and denoiser.conditional else labels, options.guidance)
+    moments, data = _measure(denoiser, options, run) if measured else (None, None)
     if options.shard is not None and moments is not None:
         return _write_share(moments, options)
     more: dict[str, Any] = {"output": str(output), "run": str(run)}
     if moments is not None:
-        calibration = fit(moments, family=options.family, estimator=options.estimator)
+        calibration = _fit(moments, options)
         of_data = labels_of(data, denoiser)
         if options.judged:
             calibration = judge(denoiser, calibration, labels=of_data, **given(options, "seed", "progress"))
@@ -62,14 +56,20 @@ def calibrate(options: argparse.Namespace) -> int:
         how |= {"run": run / "solvers", "keep": True}
         calibration = fit_solver(denoiser, calibration, labels=labels, **how)
     assert calibration is not None
-    calibration.save(output)
-    if options.nfe is not None:
-        clear(run / "solvers")
-    if run.is_dir() and not any(run.iterdir()):
-        run.rmdir()
+    if shared.first():
+        calibration.save(output)
+        if options.nfe is not None:
+            clear(run / "solvers")
+        if run.is_dir() and not any(run.iterdir()):
+            run.rmdir()
     _report(calibration, options, more)
     say(options, f"wrote {output}{kept}")
     return 0
+
+
+def _fit(moments: Moments, options: argparse.Namespace) -> Calibration:
+    """The same on every rank."""
+    return distributed.by_first(lambda: fit(moments, family=options.family, estimator=options.estimator))
 
 
 def _write_share(moments: Moments, options: argparse.Namespace) -> int:
@@ -134,7 +134,8 @@ def samplers(options: argparse.Namespace) -> int:
     how = given(options, "nfe", "trajectories", "labels", "guidance", "seed", "progress")
     found = compare_samplers(denoiser, calibration, **how)
     if options.figure is not None:
-        draw_samplers(found, options.figure)
+        if shared.first():
+            draw_samplers(found, options.figure)
         say(options, f"wrote {options.figure}")
     show(options, found.as_json(), f"verdict: {found.verdict()}" if options.quiet else found.table())
     return 0
@@ -155,8 +156,7 @@ def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) 
     if denoiser.vocabulary is not None and open_images(data, denoiser).labels is None:
         say(options, "these images have no captions: the network is told the empty prompt (--captions)")
     common |= {"trust": trust, "classes": classes, "per_embedding": options.per_embedding}
-    common |= {"share": getattr(options, "shard", None), "ranks": options.command == "calibrate"}
-    moments = measure(denoiser, data, run=run, **common)
+    moments = measure(denoiser, data, run=run, share=getattr(options, "shard", None), **common)
     for reason in moments.skipped[:5]:
         say(options, f"skipped: {reason}")
     if moments.skipped:
@@ -173,11 +173,11 @@ def check(options: argparse.Namespace) -> int:
     denoiser = shared.open_model(options)
     problem = _look_for_mistakes(denoiser, options)
     moments, data = _measure(denoiser, options, None)
-    calibration = fit(moments, family=options.family, estimator=options.estimator)
+    calibration = _fit(moments, options)
     if options.judged:
         labels = labels_of(data, denoiser)
         calibration = judge(denoiser, calibration, labels=labels, **given(options, "seed", "progress"))
-    if options.figure is not None:
+    if options.figure is not None and shared.first():
         draw(calibration, options.figure)
     low = calibration.uncalibration.low
     unknown = options.fail_above is not None and math.isnan(low)

@@ -1,16 +1,16 @@
 """Shares of the images: of the ranks of one job, or of processes that never meet.
 
-Share k of n holds every n-th image of the order in which one process would use them, from the k-th on. All
-processes walk the same order, and an image has its noise from its index, so that n shares are the images
-and the noise of one process, whatever n is.
+What is dealt are whole batches of one process: block b of the images in the order in which it would use them.
+All processes walk the same order, and an image has its noise from its index, so that what a network says of an
+image is the same to the bit, however many shares there are. Only the order differs in which sums are added.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain, zip_longest
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,31 @@ def checked_share(share: Any) -> tuple[int, int]:
     return share[0], share[1]
 
 
+def dealing(share: tuple[int, int]) -> Callable[[int], bool]:
+    """Which blocks are this process's: those of a share by their number, of ranks every n-th that is left."""
+    if share[1] > 1:
+        return lambda block: block % share[1] == share[0] - 1
+    turn, rank, size = count(), distributed.rank(), distributed.size()
+    return lambda block: next(turn) % size == rank
+
+
+def in_share(expected: int, size: int, share: tuple[int, int]) -> int:
+    """How many of the images are in a share, of blocks of this size.
+
+    >>> in_share(10, 4, (1, 2)), in_share(10, 4, (2, 2))
+    (6, 4)
+    """
+    return sum(
+        min(size, expected - first) for first in range((share[0] - 1) * size, expected, share[1] * size)
+    )
+
+
+def in_order(moments: Moments) -> Moments:
+    """With samples listed by index, whoever measured which and when."""
+    order = moments.indices.argsort()
+    return replace(moments, indices=moments.indices[order], digests=moments.digests[order])
+
+
 def merge(parts: Sequence[Moments]) -> Moments:
     """The moments of shares together; they must be of one model, measured alike, and share no image."""
     if not parts:
@@ -41,7 +66,7 @@ def merge(parts: Sequence[Moments]) -> Moments:
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    return replace(total, skipped=list(dict.fromkeys(total.skipped)))  # each saw all that was left out
+    return in_order(replace(total, skipped=list(dict.fromkeys(total.skipped))))  # each saw all left out
 
 
 def agree(moments: Moments, samples: Samples) -> None:
@@ -61,13 +86,9 @@ def of_all_ranks(moments: Moments, samples: Samples) -> Moments:
     other = next((rank for rank, (*_, walked) in enumerate(said) if walked != said[0][3]), None)
     if other is not None:
         raise DataError(f"rank {other} has read other images than rank 0: give all ranks the same")
-    # In the order of one process, which dealt them out one by one.
-    indices, digests = (
-        torch.tensor([v for v in chain(*zip_longest(*(one[i].tolist() for one in said))) if v is not None])
-        for i in (0, 1)
-    )
+    indices, digests = (torch.cat([one[i] for one in said]) for i in (0, 1))
     if len(indices.unique()) != len(indices):
-        raise DataError("an image was measured by two ranks: use a new run directory")
+        raise DataError("an image was measured by two ranks: give all ranks the same images")
     distributed.add(getattr(moments, name) for name in SUMS)
     if moments.conditions is not None:
         distributed.add((moments.conditions.total, moments.conditions.gram, moments.conditions.sums))
@@ -75,7 +96,7 @@ def of_all_ranks(moments: Moments, samples: Samples) -> Moments:
     if len(indices):  # a rank without images cannot tell how the network is called
         provenance["binding"] = next(one[2] for one in said if len(one[0]))
     digest = sum(digests.tolist()) & ((1 << 64) - 1)
-    noted: dict[str, Any] = {"indices": indices.long(), "digests": digests.long(), "data_digest": digest}
+    noted: dict[str, Any] = {"indices": indices, "digests": digests, "data_digest": digest}
     return replace(moments, provenance=provenance, **noted)
 
 

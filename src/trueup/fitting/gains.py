@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from trueup import distributed
 from trueup.calibration import Attachment, Calibration
 from trueup.denoiser import Denoiser
 from trueup.fitting.moments import Miss, Moments, seen
@@ -67,7 +68,8 @@ def judge(
     if chosen != "none":
         found["change"] = _plain(misses[chosen].less(misses["none"]))
     told = {"miss": found, "trajectories": trajectories, "evaluations": INTERVALS + 1}
-    return replace(calibration, gains=chosen, provenance={**calibration.provenance, "samples": told})
+    judged = replace(calibration, gains=chosen, provenance={**calibration.provenance, "samples": told})
+    return distributed.by_first(lambda: judged)
 
 
 def choose(misses: dict[str, Miss]) -> str:

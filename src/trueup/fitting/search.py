@@ -15,6 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from trueup import distributed
 from trueup.fitted import FittedSolver
 from trueup.fitting.moments import seen, whitened
 from trueup.fitting.regress import fitted
@@ -82,7 +83,12 @@ def search_cost(nfe: int) -> int:
 
 def _best(found: list[tuple[float, FittedSolver]]) -> list[FittedSolver]:
     """By their errors, smallest first; without those that are not finite."""
-    return [one for error, one in sorted(found, key=lambda pair: pair[0]) if math.isfinite(error)]
+    order = sorted(
+        (place for place, (error, _) in enumerate(found) if math.isfinite(error)), key=lambda i: found[i][0]
+    )
+    return [
+        found[place][1] for place in distributed.by_first(lambda: order)
+    ]  # ranks must go on with the same
 
 
 @contextmanager

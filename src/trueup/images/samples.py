@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -155,23 +155,29 @@ class Samples:
         without: Collection[int] = (),
         limit: int | None = None,
         unique: bool = False,
-        share: tuple[int, int] = (1, 1),
+        mine: Callable[[int], bool] | None = None,
+        partly: bool = False,
     ) -> Iterator[Batch]:
         """As many samples as were asked for, `limit` at most, in batches.
 
         skip: indices that are done with, and count; with their digests, a stream is checked. without: digests
         of images not to use. unique: an image that was read before is not used again. A stream is read from
         its beginning each time; a generator, which cannot be, on from where it was left, if all it gave is to
-        be skipped. A sample that cannot be used raises, or with skip_bad is noted in `skipped`. share:
-        (k, n), the k-th of every n samples that would be used; `skip` is then of this share.
+        be skipped. A sample that cannot be used raises, or with skip_bad is noted in `skipped`.
+
+        mine: which blocks to hand out, each as one batch; asked, in order, for every block with something
+        left to do. Block b holds samples b size to (b + 1) size of those that would be used, whatever is
+        done: who shares the work has the batches of one who does it alone. partly: `skip` does not know
+        what others have done.
         """
         if size < 1:
             raise DataError(f"a batch holds at least one sample, not {size}")
         rows: list[_Row] = []
         left = self.images.count if self.images.count is not None else math.inf
-        # Who has a share counts what others use, and what is done, on the way.
-        left = min(left - (len(skip) if share[1] == 1 else 0), math.inf if limit is None else limit)
+        # Who knows of one share alone counts what others use, and what is done, on the way.
+        left = min(left - (0 if partly else len(skip)), math.inf if limit is None else limit)
         position, self.walked = 0, 0
+        own: tuple[int, bool] = (-1, True)  # the last block that was asked for, and the answer
         known = set(without)
         seen = set(known)
         for index, item in self._items(skip) if left > 0 else ():
@@ -196,12 +202,15 @@ class Samples:
                 continue
             if unique:
                 seen.add(digest)
-            if not done and row is not None and position % share[1] == share[0] - 1:
+            if not done and mine is not None and own[0] != position // size:
+                own = position // size, mine(position // size)
+            if not done and row is not None and own[1]:
                 rows.append(row)
-            left -= not done or share[1] > 1
+            left -= not done or partly
             position += 1
             self.walked = mix(self.walked ^ mix(index) ^ digest)
-            if rows and (len(rows) == size or left <= 0):
+            full = len(rows) == size if mine is None else position % size == 0
+            if rows and (full or left <= 0):
                 yield self._batch(rows)
                 rows = []
             if left <= 0:
