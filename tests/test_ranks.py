@@ -2,7 +2,9 @@
 
 import json
 import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +24,8 @@ from tiny import blobs, save, tiny_unet
 
 HERE = Path(__file__).parent
 USED = 31  # images that count: one more occurs twice, and one is broken
-# Sums are float64, in another order; what the network says of an image depends, in its last bits, on how many
-# are in a batch with it, so that there is one.
-EXACT = 1e-9
-ALIKE = ("--trust", "--batch-size", 1, "--device", "cpu", "--skip-bad")
+EXACT = 1e-12  # sums are float64, in another order; nothing else differs
+ALIKE = ("--trust", "--batch-size", 4, "--device", "cpu", "--skip-bad")
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +41,23 @@ def images(tmp_path_factory):
     return folder
 
 
-def torchrun(ranks, *arguments):
+def torchrun(ranks, *arguments, restarts=0):
     """What a job of so many ranks does, as `subprocess.run` reports it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return launched(*command, f"--max-restarts={restarts}", *arguments)
+
+
+def launched(*command, **more):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
     how = {"capture_output": True, "text": True, "env": env, "timeout": 300}
-    return subprocess.run([*command, *map(str, arguments)], **how)
+    return subprocess.run(list(map(str, command)), **how, **more)
+
+
+def jobs(*given):
+    """What the ranks of jobs returned, see `ranks_job`."""
+    done = launched(sys.executable, HERE / "ranks_job.py", input=json.dumps(given, default=str))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
 def assert_same(ours, theirs):
@@ -69,7 +80,7 @@ def assert_same_calibration(ours, theirs):
     for name in ("loss", "gain"):
         one, other = (getattr(cal.evidence, name) for cal in (ours, theirs))
         for part in ("value", "low", "high"):
-            torch.testing.assert_close(getattr(one, part), getattr(other, part), rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(getattr(one, part), getattr(other, part), rtol=1e-9, atol=1e-12)
     assert ours.evidence.images == theirs.evidence.images
     assert ours.provenance == theirs.provenance
     assert ours.verdict() == theirs.verdict()
@@ -97,24 +108,166 @@ def test_ranks_write_what_one_process_writes_and_the_first_alone_speaks(model, i
     assert done.stdout == alone.stdout
     said = [line for line in done.stderr.splitlines() if line]
     assert len(said) == len(alone.stderr.splitlines()), done.stderr
-    assert sorted(path.name for path in Path(f"{out}.run").iterdir()) == ["share-1-of-2", "share-2-of-2"]
+    assert {path.name for path in Path(f"{out}.run").iterdir()} == {
+        f"checkpoint{k}.safetensors" for k in ("", "-1")
+    }
 
 
-def test_ranks_that_disagree_say_so_once(model, images, tmp_path):
+def test_a_rank_that_is_killed_is_started_again_by_the_launcher_and_ends_in_the_same_file(
+    model, images, one, tmp_path
+):
     wrapper = tmp_path / "wrapper.py"
     wrapper.write_text(
-        "import os, sys\nfrom trueup.cli import main\n"
-        "raise SystemExit(main([*sys.argv[1:], '--seed', os.environ['RANK']]))\n"
+        f"import os, sys\nsys.path.insert(0, {str(HERE)!r})\n"
+        "from trueup.cli import main\nfrom ranks_job import die_after\n"
+        "if os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    die_after(60)\n"
+        "raise SystemExit(main(sys.argv[1:]))\n"
     )
     out = tmp_path / "x.trueup.safetensors"
-    done = torchrun(2, wrapper, "calibrate", model, "--data", images, "-o", out, *ALIKE)
-    said = [line for line in done.stderr.splitlines() if line.startswith("trueup:")]
-    assert len(said) == 1, done.stderr
-    assert "rank 1 was given another seed" in said[0]
-    assert done.returncode != 0
-    assert "exitcode  : 2" in done.stderr
-    assert done.stdout == ""
-    assert not out.exists()
+    arguments = ("calibrate", model, "--data", images, "-o", out, "--no-samples", *ALIKE)
+    done = torchrun(2, wrapper, *arguments, restarts=1)
+    assert done.returncode == 0, done.stderr
+    assert "SIGKILL" in done.stderr
+    assert_same_calibration(trueup.load(out), one[0])
+    assert done.stdout == one[1].stdout
+
+
+def test_killed_at_any_place_a_job_goes_on_with_other_numbers_of_ranks(model, images, one, tmp_path):
+    """Each job but the last loses a rank; whoever comes next goes on from what all have kept."""
+    dice = random.Random(0)
+    out = tmp_path / "x.trueup.safetensors"
+    command = ["calibrate", model, "--data", images, "-o", out, "--no-samples", *ALIKE]
+    wanted = {"commands": [("x", [str(word) for word in command])], "out": str(tmp_path)}
+    tries = [
+        {"ranks": n, "dies": [dice.randrange(n), dice.randrange(26, 100)], **wanted} for n in (3, 2, 4, 1)
+    ]
+    codes, _ = jobs(*tries, {"ranks": 3, **wanted})
+    assert all(signal.SIGKILL in each for each in codes[:-1])
+    assert codes[-1] == [0, 0, 0]
+    assert [(tmp_path / f"x.code.{rank}").read_text() for rank in range(3)] == ["0"] * 3
+    assert_same_calibration(trueup.load(out), one[0])
+    assert (tmp_path / "x.out.0").read_text() == one[1].stdout
+
+
+def test_eight_ranks_write_what_one_process_writes(model, images, one, tmp_path):
+    out = tmp_path / "x.trueup.safetensors"
+    command = ["calibrate", model, "--data", images, "-o", out, "--no-samples", *ALIKE]
+    (codes,), said = jobs({"ranks": 8, "out": tmp_path, "commands": [("x", [str(word) for word in command])]})
+    assert codes == [0] * 8, said
+    assert_same_calibration(trueup.load(out), one[0])
+
+
+LONG = {
+    "generated": ("calibrate", "MODEL", "--generated", 14, "--generate-nfe", 4, "-o", "OUT/g.safetensors"),
+    "calibrate": ("calibrate", "MODEL", "--data", "IMAGES", "--nfe", 3, "--trajectories", 32),
+    "check": ("check", "MODEL", "--data", "IMAGES", "--json"),
+    "sample": ("sample", "MODEL", "-n", 17, "--nfe", 3, "-o", "OUT/drawn"),
+    "one-file": (
+        "sample",
+        "MODEL",
+        "-n",
+        17,
+        "--calibration",
+        "OUT/c.safetensors",
+        "--nfe",
+        3,
+        "-o",
+        "OUT/x.npz",
+    ),
+    "samplers": ("samplers", "MODEL", "--nfe", 3, "--trajectories", 9, "--json"),
+    "evaluate": (
+        "evaluate",
+        "MODEL",
+        "--calibration",
+        "OUT/c.safetensors",
+        "--data",
+        "IMAGES",
+        "--samples",
+        17,
+    ),
+    "bound": (
+        "likelihood",
+        "MODEL",
+        "--data",
+        "IMAGES",
+        "--calibration",
+        "OUT/c.safetensors",
+        "-o",
+        "OUT/b.json",
+    ),
+    "flow": ("likelihood", "MODEL", "--data", "IMAGES", "--ode", "--images", 9, "--tolerance", 0.01),
+    "losses": ("likelihood", "MODEL", "--data", "IMAGES", "--dsm", "--images", 11),
+}
+MORE = {
+    "calibrate": ("-o", "OUT/c.safetensors"),
+    "evaluate": ("--features", "pixels", "--nfe", 3, "-o", "OUT/e.json"),
+}
+
+
+def long_commands(model, images, out):
+    """Every command that takes long, with a number of batches that no number of ranks divides."""
+    known = {"MODEL": model, "IMAGES": images}
+    for name, words in LONG.items():
+        trusted = (
+            ()
+            if name in ("generated", "check", "sample", "one-file", "samplers", "evaluate")
+            else ("--trust",)
+        )
+        bad = ("--skip-bad",) if "IMAGES" in words else ()
+        words = (*words, *MORE.get(name, ()), *trusted, *bad, "--batch-size", 4, "--device", "cpu")
+        yield name, [str(known.get(word, word)).replace("OUT", str(out)) for word in words]
+
+
+def test_every_long_command_says_and_writes_what_one_process_does(model, images, tmp_path):
+    alone, shared = tmp_path / "alone", tmp_path / "ranks"
+    for folder in (alone, shared):
+        folder.mkdir()
+    (codes,), said = jobs({"ranks": 3, "out": shared, "commands": list(long_commands(model, images, shared))})
+    assert codes == [0, 0, 0], said
+    for name, arguments in long_commands(model, images, alone):
+        done = trueup_command(*arguments)
+        text = [
+            (shared / f"{name}.{part}.{rank}").read_text() for part in ("out", "err") for rank in range(3)
+        ]
+        assert done.returncode == int((shared / f"{name}.code.0").read_text()), (name, done.stderr, text)
+        assert text[0].replace(str(shared), str(alone)) == done.stdout, name
+        assert text[3].replace(str(shared), str(alone)) == done.stderr, name
+        assert text[1:3] + text[4:] == [""] * 4, name  # others are silent
+    made = [path for path in alone.rglob("*") if path.is_file() and ".run" not in str(path)]
+    assert len(made) == 6 + 17
+    for path in made:
+        assert path.read_bytes() == (shared / path.relative_to(alone)).read_bytes(), path.name
+
+
+def test_accelerate_launches_ranks(model, images, one, tmp_path):
+    pytest.importorskip("accelerate")
+    out = tmp_path / "x.trueup.safetensors"
+    launch = (
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--multi_cpu",
+        "--num_processes",
+        2,
+    )
+    more = (
+        "--num_machines",
+        1,
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "--main_process_port",
+        0,
+    )
+    arguments = ("calibrate", model, "--data", images, "-o", out, "--no-samples", *ALIKE)
+    done = launched(*launch, *more, "-m", "trueup", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert_same_calibration(trueup.load(out), one[0])
+    assert done.stdout == one[1].stdout
+    assert Path(f"{out}.run", "checkpoint-1.safetensors").exists()  # there were two
 
 
 @pytest.fixture(scope="module")
@@ -131,20 +284,40 @@ def job(model, images, tmp_path_factory):
     pixels = np.asarray(Image.open(images / "018.png")).copy()
     pixels[0, 0] ^= 1
     Image.fromarray(pixels).save(other_images / "018.png")
-    done = torchrun(3, HERE / "ranks_library.py", model, other_model, images, other_images, out)
-    assert done.returncode == 0, done.stderr
+    seeds = [
+        (
+            "disagree",
+            ["calibrate", str(model), "--data", str(images), "-o", str(out / "no"), "--seed", "RANK"],
+        )
+    ]
+    given = {"library": [model, other_model, images, other_images], "commands": seeds}
+    (codes,), said = jobs({"ranks": 3, "out": out, **given})
+    assert codes == [0, 0, 0], said
     return out
+
+
+def test_ranks_that_disagree_say_so_once(job):
+    said = [(job / f"disagree.err.{rank}").read_text() for rank in range(3)]
+    assert said[0].startswith("trueup: rank 1 was given another seed")
+    assert said[1:] == ["", ""]
+    assert [
+        (job / f"disagree.{part}.{rank}").read_text() for part in ("out", "code") for rank in range(3)
+    ] == [
+        *[""] * 3,
+        *["2"] * 3,
+    ]
+    assert not (job / "no").exists()
 
 
 def alone(model, images, count, **settings):
     data = trueup.Images(images, count=count, skip_bad=True)
-    denoiser = as_denoiser(str(model), device="cpu", batch_size=1)
+    denoiser = as_denoiser(str(model), device="cpu", batch_size=4)
     return measure(denoiser, data, trust=True, progress=False, **settings)
 
 
 @pytest.mark.parametrize(
     ("name", "count", "mean_images"),
-    [("all", 100, 0), ("few", 5, 7), ("fewer", 2, 0)],  # of three ranks: uneven, and one with nothing
+    [("all", 100, 0), ("few", 9, 7), ("fewer", 2, 0)],  # of three ranks: uneven, and one with nothing
 )
 def test_every_rank_has_the_moments_of_all(job, model, images, name, count, mean_images):
     found = [Moments.load(job / f"{name}.{rank}") for rank in range(3)]
@@ -183,7 +356,7 @@ def test_calibrate_returns_the_same_on_every_rank(job, model, images):
     found = [(job / f"calibration.{rank}").read_bytes() for rank in range(3)]
     assert found == [found[0]] * 3
     data = trueup.Images(images, count=20, skip_bad=True)
-    denoiser = as_denoiser(str(model), device="cpu", batch_size=1)
+    denoiser = as_denoiser(str(model), device="cpu", batch_size=4)
     expected = trueup.calibrate(denoiser, data, seed=3, trust=True, progress=False)
     expected.save(job / "expected")
     ours, expected = trueup.load(job / "calibration.0"), trueup.load(job / "expected")
@@ -197,7 +370,7 @@ def test_calibrate_returns_the_same_on_every_rank(job, model, images):
         ({"WORLD_SIZE": "2"}, "calibrate", "RANK is not set"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "calibrate", "MASTER_ADDR is not set"),
         ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "calibrate", "no sense"),
-        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "check", "one process"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "demo", "one process"),
         ({"SLURM_STEP_NUM_TASKS": "4"}, "calibrate", "--shard K/N"),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, "check", "set WORLD_SIZE=1"),
     ],
@@ -206,7 +379,8 @@ def test_processes_that_cannot_meet_are_refused(env, command, words, monkeypatch
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     output = ("-o", tmp_path / "x") if command == "calibrate" else ()
-    assert words in in_process(capsys, command, "bundled:raw", "--data", "bundled:images", *output)
+    given = () if command == "demo" else ("bundled:raw", "--data", "bundled:images", *output)
+    assert words in in_process(capsys, command, *given)
 
 
 # --- shares without a launcher
@@ -223,7 +397,7 @@ def parts_of(model, images, folder, count, *more):
 
 def test_shards_merged_are_what_one_process_writes(model, images, one, tmp_path):
     parts = parts_of(model, images, tmp_path, 3)
-    assert [Moments.load(part).images for part in parts] == [11, 10, 10]
+    assert [Moments.load(part).images for part in parts] == [12, 11, 8]
     out = tmp_path / "x.trueup.safetensors"
     done = trueup_command("merge", *parts, "-o", out)
     assert done.returncode == 0, done.stderr

@@ -1,15 +1,17 @@
 """One job in many processes: which rank this is, and what all ranks tell each other.
 
-Within `together()` the ranks of torch.distributed do the same work and share what takes long: whoever has many
-batches gives them to `dealt`, which lets each rank work on its own and has all results on all ranks, in order.
+Within `together()` the ranks of torch.distributed do the same, and share what takes long: who has many
+batches gives them to `dealt`, which lets each rank work on one and has what came out on all ranks, in order.
 Elsewhere a process works for itself. What ranks exchange goes through a gloo group of ours, on the CPU,
-whatever the group of the job is. An error on one rank becomes the same error on all: a rank that fails says so
-in place of whatever the others are about to say (`gather`).
+whatever the group of the job is. An error on one rank becomes the same error on all: a rank that fails says
+so in place of whatever the others are about to say (`gather`).
 """
 
 from __future__ import annotations
 
 import os
+import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -19,6 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from trueup import progress
 from trueup.errors import TrueupError
@@ -27,6 +31,7 @@ from trueup.files import line
 T = TypeVar("T")
 Item = TypeVar("Item")
 _PATIENCE = timedelta(days=7)  # ranks wait for the slowest; one that died ends the job through its launcher
+_MEETING = 1800.0  # seconds until all must be there, as torch has it
 _ours: dict[Any, Any] = {}  # our group, by that of the job
 _joined = False  # whether the group of the job is ours to end
 _depth = 0  # of `together`
@@ -54,10 +59,36 @@ def join() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     try:
-        dist.init_process_group("gloo")
+        store, own, count = next(iter(rendezvous("env://")))
+        dist.init_process_group("gloo", store=_corner(store, own, count), rank=own, world_size=count)
     except (RuntimeError, ValueError, OSError) as error:
         raise TrueupError(f"the ranks of this job cannot meet ({line(error, 200)})") from None
     _joined = True
+
+
+def _corner(store: Any, own: int, count: int) -> Any:
+    """A part of the launcher's store that those ranks alone know that are here now.
+
+    torchrun starts ranks again with the store of those that died. What these have left in it would be taken
+    for the word of the living; and how often they were started, nodes do not agree.
+    """
+    name = secrets.token_hex(8)
+    if own > 0:
+        store.set(f"trueup/here/{own}", name)
+        corner = store.get(f"trueup/corner/{name}").decode()  # waits
+        store.set(f"trueup/heard/{corner}/{own}", "")
+        return PrefixStore(corner, store)
+    left, last = set(range(1, count)), time.monotonic() + _MEETING
+    while left:
+        for other in sorted(left):
+            if store.check([f"trueup/here/{other}"]):  # this one's word, or that of the dead before it
+                store.set(f"trueup/corner/{store.get(f'trueup/here/{other}').decode()}", name)
+            if store.check([f"trueup/heard/{name}/{other}"]):
+                left.discard(other)
+        if time.monotonic() > last:
+            raise RuntimeError(f"rank {min(left)} did not come")
+        time.sleep(0.02)
+    return PrefixStore(name, store)
 
 
 def leave() -> None:
@@ -121,7 +152,7 @@ def add(sums: Iterable[Tensor]) -> None:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """In here all ranks of the process group do the same, and share the work; without a group, nothing changes.
+    """In here all ranks of the process group do the same, and share the work; without one nothing changes.
 
     What fails on one rank fails on all of them, when they next listen or at the end.
     """

@@ -161,7 +161,8 @@ def _collect(sides: Sides, how: Bound | Exact, kept: Kept | None, progress: bool
         """What is left of each batch to do, whether it is of 8-bit images, and how many there are so far."""
         nonlocal seen
         for batch in sides.batches(size):
-            groups += [batch.group] if batch.group is not None and samples.images.groups is not None else []
+            if batch.group is not None and samples.images.groups is not None:
+                groups.append(batch.group)
             if seen == 0:
                 how.prepare(_to_look_at(sides, batch), sides.calibration)
             skip = min(max(0, done - seen), len(batch))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple

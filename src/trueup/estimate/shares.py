@@ -1,7 +1,7 @@
 """Shares of the images: of the ranks of one job, or of processes that never meet.
 
-What is dealt are whole batches of one process: block b of the images in the order in which it would use them.
-All processes walk the same order, and an image has its noise from its index, so that what a network says of an
+Whole batches of one process are dealt: blocks of images in the order in which it would use them. All
+processes walk the same order, and an image has its noise from its index, so that what a network says of an
 image is the same to the bit, however many shares there are. Only the order differs in which sums are added.
 """
 

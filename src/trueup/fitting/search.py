@@ -83,12 +83,9 @@ def search_cost(nfe: int) -> int:
 
 def _best(found: list[tuple[float, FittedSolver]]) -> list[FittedSolver]:
     """By their errors, smallest first; without those that are not finite."""
-    order = sorted(
-        (place for place, (error, _) in enumerate(found) if math.isfinite(error)), key=lambda i: found[i][0]
-    )
-    return [
-        found[place][1] for place in distributed.by_first(lambda: order)
-    ]  # ranks must go on with the same
+    errors = distributed.by_first(lambda: [error for error, _ in found])  # or ranks might go different ways
+    order = sorted(range(len(found)), key=errors.__getitem__)
+    return [found[place][1] for place in order if math.isfinite(errors[place])]
 
 
 @contextmanager

@@ -16,8 +16,8 @@ class Network:
     """`network(x_t, t)` for one batch, guided where asked: null + guidance (conditional - null), row by row.
 
     y: the labels of the batch at hand. seed and index: whose images these are, for noise that a solver adds
-    (see `trueup.noise.normal`). `evaluations` counts calls; `advance(rows)` is told of each. shared: all ranks
-    that work together make the same calls, and each evaluates some of the batches.
+    (see `trueup.noise.normal`). `evaluations` counts calls; `advance(rows)` is told of each. shared: ranks
+    that work together all make the same calls, and each evaluates some of the batches.
     """
 
     def __init__(self, denoiser: Denoiser, *, guidance: float = 1.0, y: Tensor | None = None):
