@@ -13,6 +13,9 @@ import socket
 import sys
 from pathlib import Path
 
+import diffusers.models.unets.unet_2d
+import diffusers.pipelines.ddpm.pipeline_ddpm
+import diffusers.schedulers  # noqa: F401
 import torch.distributed as dist
 
 import ranks_library

@@ -128,34 +128,9 @@ def test_a_rank_that_is_killed_is_started_again_by_the_launcher_and_ends_in_the_
     arguments = ("calibrate", model, "--data", images, "-o", out, "--no-samples", *ALIKE)
     done = torchrun(2, wrapper, *arguments, restarts=1)
     assert done.returncode == 0, done.stderr
-    assert "SIGKILL" in done.stderr
+    assert "exitcode: -9" in done.stderr
     assert_same_calibration(trueup.load(out), one[0])
     assert done.stdout == one[1].stdout
-
-
-def test_killed_at_any_place_a_job_goes_on_with_other_numbers_of_ranks(model, images, one, tmp_path):
-    """Each job but the last loses a rank; whoever comes next goes on from what all have kept."""
-    dice = random.Random(0)
-    out = tmp_path / "x.trueup.safetensors"
-    command = ["calibrate", model, "--data", images, "-o", out, "--no-samples", *ALIKE]
-    wanted = {"commands": [("x", [str(word) for word in command])], "out": str(tmp_path)}
-    tries = [
-        {"ranks": n, "dies": [dice.randrange(n), dice.randrange(26, 100)], **wanted} for n in (3, 2, 4, 1)
-    ]
-    codes, _ = jobs(*tries, {"ranks": 3, **wanted})
-    assert all(signal.SIGKILL in each for each in codes[:-1])
-    assert codes[-1] == [0, 0, 0]
-    assert [(tmp_path / f"x.code.{rank}").read_text() for rank in range(3)] == ["0"] * 3
-    assert_same_calibration(trueup.load(out), one[0])
-    assert (tmp_path / "x.out.0").read_text() == one[1].stdout
-
-
-def test_eight_ranks_write_what_one_process_writes(model, images, one, tmp_path):
-    out = tmp_path / "x.trueup.safetensors"
-    command = ["calibrate", model, "--data", images, "-o", out, "--no-samples", *ALIKE]
-    (codes,), said = jobs({"ranks": 8, "out": tmp_path, "commands": [("x", [str(word) for word in command])]})
-    assert codes == [0] * 8, said
-    assert_same_calibration(trueup.load(out), one[0])
 
 
 LONG = {
@@ -219,60 +194,9 @@ def long_commands(model, images, out):
         yield name, [str(known.get(word, word)).replace("OUT", str(out)) for word in words]
 
 
-def test_every_long_command_says_and_writes_what_one_process_does(model, images, tmp_path):
-    alone, shared = tmp_path / "alone", tmp_path / "ranks"
-    for folder in (alone, shared):
-        folder.mkdir()
-    (codes,), said = jobs({"ranks": 3, "out": shared, "commands": list(long_commands(model, images, shared))})
-    assert codes == [0, 0, 0], said
-    for name, arguments in long_commands(model, images, alone):
-        done = trueup_command(*arguments)
-        text = [
-            (shared / f"{name}.{part}.{rank}").read_text() for part in ("out", "err") for rank in range(3)
-        ]
-        assert done.returncode == int((shared / f"{name}.code.0").read_text()), (name, done.stderr, text)
-        assert text[0].replace(str(shared), str(alone)) == done.stdout, name
-        assert text[3].replace(str(shared), str(alone)) == done.stderr, name
-        assert text[1:3] + text[4:] == [""] * 4, name  # others are silent
-    made = [path for path in alone.rglob("*") if path.is_file() and ".run" not in str(path)]
-    assert len(made) == 6 + 17
-    for path in made:
-        assert path.read_bytes() == (shared / path.relative_to(alone)).read_bytes(), path.name
-
-
-def test_accelerate_launches_ranks(model, images, one, tmp_path):
-    pytest.importorskip("accelerate")
-    out = tmp_path / "x.trueup.safetensors"
-    launch = (
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--multi_cpu",
-        "--num_processes",
-        2,
-    )
-    more = (
-        "--num_machines",
-        1,
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-        "--main_process_port",
-        0,
-    )
-    arguments = ("calibrate", model, "--data", images, "-o", out, "--no-samples", *ALIKE)
-    done = launched(*launch, *more, "-m", "trueup", *arguments)
-    assert done.returncode == 0, done.stderr
-    assert_same_calibration(trueup.load(out), one[0])
-    assert done.stdout == one[1].stdout
-    assert Path(f"{out}.run", "checkpoint-1.safetensors").exists()  # there were two
-
-
 @pytest.fixture(scope="module")
 def job(model, images, tmp_path_factory):
-    """What three ranks did with the library, see `ranks_library`."""
+    """What jobs of forked ranks did: with the library, see `ranks_library`, and with commands."""
     out = tmp_path_factory.mktemp("job")
     torch.manual_seed(1)
     changed = tiny_unet()
@@ -284,25 +208,73 @@ def job(model, images, tmp_path_factory):
     pixels = np.asarray(Image.open(images / "018.png")).copy()
     pixels[0, 0] ^= 1
     Image.fromarray(pixels).save(other_images / "018.png")
-    seeds = [
-        (
-            "disagree",
-            ["calibrate", str(model), "--data", str(images), "-o", str(out / "no"), "--seed", "RANK"],
-        )
+
+    def calibrating(name, *more):
+        words = ("calibrate", model, "--data", images, "-o", out / name, "--no-samples", *ALIKE, *more)
+        return {"out": out, "commands": [(name, list(map(str, words)))]}
+
+    together = {"ranks": 3, "out": out, "library": [model, other_model, images, other_images]}
+    together["commands"] = [
+        *calibrating("no", "--seed", "RANK")["commands"],
+        *long_commands(model, images, out),
     ]
-    given = {"library": [model, other_model, images, other_images], "commands": seeds}
-    (codes,), said = jobs({"ranks": 3, "out": out, **given})
-    assert codes == [0, 0, 0], said
+    dice = random.Random(0)
+    # The last of the eight batches are left to those who come after; the first rank has the first of these.
+    dies = [(3, [dice.randrange(3), dice.randrange(28, 50)])]
+    dies += [(ranks, [0, dice.randrange(3, 25)]) for ranks in (2, 4, 1)]
+    killed = [{"ranks": ranks, "dies": who, **calibrating("killed")} for ranks, who in dies]
+    given = [together, {"ranks": 8, **calibrating("eight")}, *killed, {"ranks": 3, **calibrating("killed")}]
+    codes, said = jobs(*given)
+    assert [codes[0], codes[1], codes[-1]] == [[0] * 3, [0] * 8, [0] * 3], said
+    assert all(signal.SIGKILL in each for each in codes[2:-1]), codes
     return out
 
 
+def test_killed_at_any_place_a_job_goes_on_with_other_numbers_of_ranks(job, one):
+    """Each job but the last lost a rank; whoever came next went on from what all had kept."""
+    assert [(job / f"killed.code.{rank}").read_text() for rank in range(3)] == ["0"] * 3
+    assert_same_calibration(trueup.load(job / "killed"), one[0])
+    assert (job / "killed.out.0").read_text() == one[1].stdout
+
+
+def test_eight_ranks_write_what_one_process_writes(job, one):
+    assert_same_calibration(trueup.load(job / "eight"), one[0])
+    assert (job / "eight.out.0").read_text() == one[1].stdout
+
+
+def test_every_long_command_says_and_writes_what_one_process_does(job, model, images, tmp_path):
+    for name, arguments in long_commands(model, images, tmp_path):
+        done = trueup_command(*arguments)
+        text = [(job / f"{name}.{part}.{rank}").read_text() for part in ("out", "err") for rank in range(3)]
+        assert done.returncode == int((job / f"{name}.code.0").read_text()), (name, done.stderr, text)
+        assert text[0].replace(str(job), str(tmp_path)) == done.stdout, name
+        assert text[3].replace(str(job), str(tmp_path)) == done.stderr, name
+        assert text[1:3] + text[4:] == [""] * 4, name  # others are silent
+    made = [path for path in tmp_path.rglob("*") if path.is_file() and ".run" not in str(path)]
+    assert len(made) == 6 + 17
+    for path in made:
+        assert path.read_bytes() == (job / path.relative_to(tmp_path)).read_bytes(), path.name
+
+
+def test_accelerate_launches_ranks(model, images, one, tmp_path):
+    pytest.importorskip("accelerate")
+    out = tmp_path / "x.trueup.safetensors"
+    # On CPUs too this starts ranks; `--cpu --num_processes 2` starts one process, told that it is alone.
+    launch = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1)
+    port = ("--main_process_port", 0, "--mixed_precision", "no", "--dynamo_backend", "no")
+    arguments = ("calibrate", model, "--data", images, "-o", out, "--no-samples", *ALIKE)
+    done = launched(sys.executable, *launch, *port, "-m", "trueup", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert_same_calibration(trueup.load(out), one[0])
+    assert done.stdout == one[1].stdout
+    assert Path(f"{out}.run", "checkpoint-1.safetensors").exists()  # there were two
+
+
 def test_ranks_that_disagree_say_so_once(job):
-    said = [(job / f"disagree.err.{rank}").read_text() for rank in range(3)]
+    said = [(job / f"no.err.{rank}").read_text() for rank in range(3)]
     assert said[0].startswith("trueup: rank 1 was given another seed")
     assert said[1:] == ["", ""]
-    assert [
-        (job / f"disagree.{part}.{rank}").read_text() for part in ("out", "code") for rank in range(3)
-    ] == [
+    assert [(job / f"no.{part}.{rank}").read_text() for part in ("out", "code") for rank in range(3)] == [
         *[""] * 3,
         *["2"] * 3,
     ]
@@ -413,7 +385,7 @@ def test_shards_merged_are_what_one_process_writes(model, images, one, tmp_path)
 def test_a_share_goes_on_from_its_run_directory(model, images, tmp_path):
     for folder in ("grown", "direct"):
         (tmp_path / folder).mkdir()
-    parts_of(model, images, tmp_path / "grown", 2, "--images", 9)
+    parts_of(model, images, tmp_path / "grown", 2, "--images", 8)
     grown = parts_of(model, images, tmp_path / "grown", 2, "--images", 20, "--force")
     direct = parts_of(model, images, tmp_path / "direct", 2, "--images", 20)
     for ours, theirs in zip(grown, direct, strict=True):
