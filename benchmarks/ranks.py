@@ -3,10 +3,11 @@
     python benchmarks/ranks.py --model DIR --data FILE.npy [--images 2000] [--kills 20]
 
 All in one run, on the CPU, every rank with one thread: images per second of two ranks over those of one; how
-much of the wall time goes into what one process without a run directory would not do (speaking to other ranks,
-reducing, checkpoints); whether eight ranks write the file of one. Then --kills: the bundled model is calibrated
-under torchrun --max-restarts, ranks are killed with SIGKILL at random moments, a run that ends goes on with
-another number of ranks, and every file that comes out is compared with the undisturbed one, byte by byte.
+much of the wall time goes into what one process without a run directory would not do (speaking to other
+ranks, reducing, checkpoints); whether eight ranks write the file of one. Then --kills: the bundled model is
+calibrated under torchrun --max-restarts, ranks are killed with SIGKILL at random moments, a run that ends
+goes on with another number of ranks, and every file that comes out is compared with the undisturbed one, byte
+by byte.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from common import table
 # What a rank does beside measuring is timed from inside: its ways to the disk and to other ranks.
 _TIMED = """
 import json, os, sys, time
+from trueup import distributed
 from trueup.estimate import measuring, run
 
 spent = {"_measure": 0.0, "save": 0.0, "agree": 0.0, "resume": 0.0, "of_all_ranks": 0.0}
@@ -47,7 +49,7 @@ def timed(owner, name):
     setattr(owner, name, measured)
 
 
-for owner, name in ((measuring, "_measure"), (measuring, "agree"), (measuring, "of_all_ranks")):
+for owner, name in ((measuring, "_measure"), (distributed, "agree"), (measuring, "of_all_ranks")):
     timed(owner, name)
 for name in ("save", "resume"):
     timed(run.Run, name)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -13,16 +14,19 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.distributed.run import get_args_parser
 
 import trueup
 from trueup.estimate import Moments, measure
 from trueup.estimate.stored import SUMS
 from trueup.hf import as_denoiser
+from trueup.options import parser
 
 from commandline import in_process, refused, trueup_command
 from tiny import blobs, save, tiny_unet
 
 HERE = Path(__file__).parent
+RECIPES = HERE.parent / "recipes"
 USED = 31  # images that count: one more occurs twice, and one is broken
 EXACT = 1e-12  # sums are float64, in another order; nothing else differs
 ALIKE = ("--trust", "--batch-size", 4, "--device", "cpu", "--skip-bad")
@@ -47,8 +51,8 @@ def torchrun(ranks, *arguments, restarts=0):
     return launched(*command, f"--max-restarts={restarts}", *arguments)
 
 
-def launched(*command, **more):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+def launched(*command, env=None, **more):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", **(env or {})}
     how = {"capture_output": True, "text": True, "env": env, "timeout": 300}
     return subprocess.run(list(map(str, command)), **how, **more)
 
@@ -58,6 +62,11 @@ def jobs(*given):
     done = launched(sys.executable, HERE / "ranks_job.py", input=json.dumps(given, default=str))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def said(text):
+    """What a command said, but for how far it was every half minute."""
+    return [line for line in text.splitlines() if not re.search(r"\d (eval|image)/s", line)]
 
 
 def assert_same(ours, theirs):
@@ -99,15 +108,22 @@ def one(model, images, tmp_path_factory):
 
 def test_ranks_write_what_one_process_writes_and_the_first_alone_speaks(model, images, one, tmp_path):
     out = tmp_path / "x.trueup.safetensors"
+    # The recipe for Slurm, with one machine for a cluster.
+    for name, does in (("scontrol", "echo localhost"), ("srun", 'exec "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "torchrun").symlink_to(Path(sys.executable).parent / "torchrun")
+    slurm = {"JOB_ID": os.getpid(), "JOB_NODELIST": "here", "NNODES": 1, "CPUS_PER_TASK": 2}
+    env = {f"SLURM_{name}": str(value) for name, value in slurm.items()}
+    env |= {"RANKS_PER_NODE": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     arguments = ("calibrate", model, "--data", images, "-o", out, "--no-samples", *ALIKE)
-    done = torchrun(2, "-m", "trueup", *arguments)
+    done = launched("bash", RECIPES / "slurm.sh", *arguments, env=env)
     assert done.returncode == 0, done.stderr
     cal, alone = one
     assert cal.evidence.images == USED
     assert_same_calibration(trueup.load(out), cal)
     assert done.stdout == alone.stdout
-    said = [line for line in done.stderr.splitlines() if line]
-    assert len(said) == len(alone.stderr.splitlines()), done.stderr
+    assert len(said(done.stderr)) == len(said(alone.stderr)), done.stderr
     assert {path.name for path in Path(f"{out}.run").iterdir()} == {
         f"checkpoint{k}.safetensors" for k in ("", "-1")
     }
@@ -136,7 +152,7 @@ def test_a_rank_that_is_killed_is_started_again_by_the_launcher_and_ends_in_the_
 LONG = {
     "generated": ("calibrate", "MODEL", "--generated", 14, "--generate-nfe", 4, "-o", "OUT/g.safetensors"),
     "calibrate": ("calibrate", "MODEL", "--data", "IMAGES", "--nfe", 3, "--trajectories", 32),
-    "check": ("check", "MODEL", "--data", "IMAGES", "--json"),
+    "check": ("check", "MODEL", "--data", "IMAGES", "--no-samples", "--json"),
     "sample": ("sample", "MODEL", "-n", 17, "--nfe", 3, "-o", "OUT/drawn"),
     "one-file": (
         "sample",
@@ -175,7 +191,7 @@ LONG = {
     "losses": ("likelihood", "MODEL", "--data", "IMAGES", "--dsm", "--images", 11),
 }
 MORE = {
-    "calibrate": ("-o", "OUT/c.safetensors"),
+    "calibrate": ("-o", "OUT/c.safetensors", "--batch-size", 8),
     "evaluate": ("--features", "pixels", "--nfe", 3, "-o", "OUT/e.json"),
 }
 
@@ -190,7 +206,7 @@ def long_commands(model, images, out):
             else ("--trust",)
         )
         bad = ("--skip-bad",) if "IMAGES" in words else ()
-        words = (*words, *MORE.get(name, ()), *trusted, *bad, "--batch-size", 4, "--device", "cpu")
+        words = (*words, *trusted, *bad, "--device", "cpu", "--batch-size", 4, *MORE.get(name, ()))
         yield name, [str(known.get(word, word)).replace("OUT", str(out)) for word in words]
 
 
@@ -248,12 +264,39 @@ def test_every_long_command_says_and_writes_what_one_process_does(job, model, im
         text = [(job / f"{name}.{part}.{rank}").read_text() for part in ("out", "err") for rank in range(3)]
         assert done.returncode == int((job / f"{name}.code.0").read_text()), (name, done.stderr, text)
         assert text[0].replace(str(job), str(tmp_path)) == done.stdout, name
-        assert text[3].replace(str(job), str(tmp_path)) == done.stderr, name
+        assert said(text[3].replace(str(job), str(tmp_path))) == said(done.stderr), name
         assert text[1:3] + text[4:] == [""] * 4, name  # others are silent
     made = [path for path in tmp_path.rglob("*") if path.is_file() and ".run" not in str(path)]
     assert len(made) == 6 + 17
     for path in made:
         assert path.read_bytes() == (job / path.relative_to(tmp_path)).read_bytes(), path.name
+
+
+def test_the_job_for_kubernetes_is_one_that_it_would_take():
+    yaml = pytest.importorskip("yaml")
+    service, job = yaml.safe_load_all((RECIPES / "kubernetes.yaml").read_text())
+    pod, name = job["spec"]["template"]["spec"], service["metadata"]["name"]
+    (container,) = pod["containers"]
+    env = {one["name"]: one["value"] for one in container["env"]}
+    assert service["spec"]["clusterIP"] == "None"
+    assert (job["spec"]["completionMode"], job["spec"]["completions"]) == ("Indexed", int(env["NODES"]))
+    assert job["spec"]["parallelism"] == job["spec"]["completions"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(env["RANKS"])
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert pod["subdomain"] == name
+    assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
+    words = [
+        word.replace("$(NODES)", env["NODES"]).replace("$(RANKS)", env["RANKS"]) for word in container["args"]
+    ]
+    known = get_args_parser().parse_args(words)  # torchrun's
+    assert (known.nnodes, known.nproc_per_node, known.training_script) == (
+        env["NODES"],
+        env["RANKS"],
+        "trueup",
+    )
+    assert known.rdzv_endpoint.startswith(f"{job['metadata']['name']}-0.{name}:")  # the first pod's name
+    options = parser().parse(known.training_script_args)
+    assert (options.command, options.force) == ("calibrate", True)
 
 
 def test_accelerate_launches_ranks(model, images, one, tmp_path):
@@ -271,9 +314,9 @@ def test_accelerate_launches_ranks(model, images, one, tmp_path):
 
 
 def test_ranks_that_disagree_say_so_once(job):
-    said = [(job / f"no.err.{rank}").read_text() for rank in range(3)]
-    assert said[0].startswith("trueup: rank 1 was given another seed")
-    assert said[1:] == ["", ""]
+    errors = [(job / f"no.err.{rank}").read_text() for rank in range(3)]
+    assert errors[0].startswith("trueup: rank 1 was given another seed")
+    assert errors[1:] == ["", ""]
     assert [(job / f"no.{part}.{rank}").read_text() for part in ("out", "code") for rank in range(3)] == [
         *[""] * 3,
         *["2"] * 3,

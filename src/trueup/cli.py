@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             distributed.join()
             with distributed.together():
+                distributed.agree({name.replace("_", " "): repr(one) for name, one in vars(options).items()})
                 code = _run(options)
         else:
             code = _run(options)

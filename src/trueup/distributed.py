@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import islice
@@ -141,6 +141,16 @@ def wait() -> None:
     """Until all ranks are here, as far as they live."""
     with suppress(TrueupError):
         gather(None)
+
+
+def agree(given: Mapping[str, Any]) -> None:
+    """Raise, on every rank, if one of them was given something else than the first."""
+    said = gather(dict(given)) if size() > 1 else []
+    for other, theirs in enumerate(said):
+        names = [name for name in said[0] | theirs if said[0].get(name) != theirs.get(name)]
+        if names:
+            problem = f"rank {other} was given another {' and another '.join(names)} than rank 0"
+            raise TrueupError(f"{problem}: start all ranks with the same command, model and images")
 
 
 def add(sums: Iterable[Tensor]) -> None:

@@ -19,6 +19,7 @@ from trueup.denoiser import Denoiser
 from trueup.density import Objectives, objectives
 from trueup.density.opening import SIDES
 from trueup.errors import TrueupError
+from trueup.estimate.shares import told_of
 from trueup.hf import as_denoiser
 from trueup.images import Batch, Images, Samples, as_images
 from trueup.metrics import MEASURES, FeatureBatch, Features, ModuleFeatures, Reference, load_features
@@ -196,6 +197,8 @@ def build_reference(
     autoencoder = denoiser.autoencoder if latent else None
     images = as_images(data, REFERENCE_IMAGES)
     samples = Samples(images, denoiser.shape, denoiser.data_range, autoencoder=autoencoder, encode=False)
+    if distributed.size() > 1:
+        distributed.agree(told_of(samples))
     to_images, digest, of = image_maker(denoiser), 0, "samples as they are" if latent else "pictures"
 
     def kind(batch: Batch) -> str:

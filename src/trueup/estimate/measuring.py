@@ -24,8 +24,8 @@ from trueup.errors import Argument, DataError, ModelError
 from trueup.estimate.conditions import Conditions, keys, see
 from trueup.estimate.diagnose import check_use, refuse_nonsense
 from trueup.estimate.moments import Moments
-from trueup.estimate.run import Resumed, Run
-from trueup.estimate.shares import agree, checked_share, dealing, in_order, in_share, of_all_ranks
+from trueup.estimate.run import Resumed, Run, settings_of
+from trueup.estimate.shares import checked_share, dealing, in_order, in_share, of_all_ranks, told_of
 from trueup.hf import as_denoiser
 from trueup.hf.hub import name_of
 from trueup.images import Batch, Samples, open_images
@@ -136,7 +136,8 @@ def measure(
     kinds: dict[str, Any] = {"edges": edges, "classes": classes, "provenance": provenance}
     moments = Moments.empty(process, check_levels(process, levels), denoiser.shape, **kinds)
     if distributed.size() > 1:
-        agree(moments, samples)
+        size = {"batch size": denoiser.batch_size}
+        distributed.agree({**settings_of(moments), **size, **told_of(samples)})
     if run is not None and own[1] > 1:
         run = Path(run) / f"share-{own[0]}-of-{own[1]}"
     with Run(run) if run is not None else nullcontext() as kept:

@@ -19,7 +19,6 @@ import torch
 from trueup import distributed
 from trueup.errors import DataError, TrueupError
 from trueup.estimate.moments import Moments
-from trueup.estimate.run import settings_of
 from trueup.estimate.stored import SUMS
 from trueup.images import Samples
 
@@ -69,16 +68,6 @@ def merge(parts: Sequence[Moments]) -> Moments:
     return in_order(replace(total, skipped=list(dict.fromkeys(total.skipped))))  # each saw all left out
 
 
-def agree(moments: Moments, samples: Samples) -> None:
-    """Raise, on every rank, if ranks were given other settings, weights or data."""
-    said = distributed.gather({**settings_of(moments), **_data(samples)})
-    for rank, theirs in enumerate(said):
-        other = [name for name in said[0] | theirs if said[0].get(name) != theirs.get(name)]
-        if other:
-            problem = f"rank {rank} was given another {' and another '.join(other)} than rank 0"
-            raise TrueupError(f"{problem}: start all ranks with the same command, model and images")
-
-
 def of_all_ranks(moments: Moments, samples: Samples) -> Moments:
     """The moments of all ranks, the same on each; sums are added in place."""
     mine = (moments.indices, moments.digests, moments.provenance.get("binding"), samples.walked)
@@ -100,7 +89,7 @@ def of_all_ranks(moments: Moments, samples: Samples) -> Moments:
     return replace(moments, provenance=provenance, **noted)
 
 
-def _data(samples: Samples) -> dict[str, Any]:
+def told_of(samples: Samples) -> dict[str, Any]:
     """What can be said of the data before it is read: which images, and a look at some of them."""
     images = samples.images
     found: dict[str, Any] = {"choice of images": (images.count, images.seed, images.offset, images.skip_bad)}

@@ -26,6 +26,9 @@ class Network:
         self.evaluations, self.seed, self.shared = 0, 0, False
         self.index: Tensor | None = None  # by default images 0, 1, ..
         self.advance: Callable[[int], Any] = lambda rows: None
+        if distributed.size() > 1:
+            told = {"batch size": denoiser.batch_size, "guidance": guidance}
+            distributed.agree({**denoiser.identity(), **told})
 
     def __call__(self, x_t: Tensor, t: Tensor | float, *, variance: bool = False) -> Tensor:
         """The prediction (B, C, ...) in float32 or finer, with the learned variance's channels if asked for.
