@@ -1,42 +1,44 @@
 """What every rank of a job does for tests/test_ranks.py: with the library, in a process group of its own."""
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import trueup
+from trueup.distributed import together
 from trueup.estimate import measure
 from trueup.hf import as_denoiser
 
 
 def main(model, other_model, images, other_images, out):
     """Measure together, and in ways that cannot work; note what came of it."""
-    dist.init_process_group("gloo")
     rank, said = dist.get_rank(), {}
-    quiet = {"trust": True, "progress": False, "ranks": True}
+    quiet = {"trust": True, "progress": False}
 
     def opened(path=model):
-        return as_denoiser(path, device="cpu", batch_size=1)
+        return as_denoiser(path, device="cpu", batch_size=4)
 
     def images_of(path=images, **settings):
         return trueup.Images(path, **{"count": 100, "skip_bad": True, **settings})
 
     def attempt(name, *given, **settings):
         try:
-            measure(*given, **settings, **quiet)
+            with together():
+                measure(*given, **settings, **quiet)
             said[name] = "nothing was said"
         except trueup.TrueupError as error:
             said[name] = str(error)
 
-    measure(opened(), images_of(), mean_images=0, **quiet).save(out / f"all.{rank}")
-    measure(opened(), images_of(count=5), mean_images=7, run=out / "run", **quiet).save(out / f"few.{rank}")
-    measure(opened(), images_of(count=2), **quiet).save(out / f"fewer.{rank}")
+    with together():
+        measure(opened(), images_of(), mean_images=0, **quiet).save(out / f"all.{rank}")
+        measure(opened(), images_of(count=9), mean_images=7, run=out / "run", **quiet).save(
+            out / f"few.{rank}"
+        )
+        measure(opened(), images_of(count=2), **quiet).save(out / f"fewer.{rank}")
     if rank == 0:
-        measure(opened(), images_of(), **{**quiet, "ranks": False}).save(out / "alone")
+        measure(opened(), images_of(), **quiet).save(out / "alone")
 
     attempt("seed", opened(), images_of(), seed=rank)
     attempt("weights", opened(other_model if rank == 1 else model), images_of())
@@ -51,13 +53,7 @@ def main(model, other_model, images, other_images, out):
     attempt("died", failing, images_of())
 
     torch.manual_seed(rank)
-    cal = trueup.calibrate(opened(), images_of(count=20), seed=3, **quiet)
+    with together():
+        cal = trueup.calibrate(opened(), images_of(count=20), seed=3, **quiet)
     cal.save(out / f"calibration.{rank}")
     (out / f"said.{rank}").write_text(json.dumps(said))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:5], Path(sys.argv[5]))
-    assert os.environ["WORLD_SIZE"] == "3"

@@ -13,6 +13,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import trueup
+from trueup import distributed
 from trueup.denoiser import fingerprint
 from trueup.estimate import fit, measure
 
@@ -112,7 +113,8 @@ def main(out):
         loss = network(x_t, t).square().mean()  # what was measured can still be trained
         loss.backward()
         try:
-            measured(network, ranks=True)
+            with distributed.together():
+                measured(network)
         except trueup.TrueupError as error:
             said["ranks"] = str(error)
         other = make()

@@ -41,6 +41,7 @@ def equal(one, other):
 def test_stopping_after_any_batch_changes_not_one_bit(mixture, tmp_path, monkeypatch):
     x0 = mixture.sample(30).float()
     whole = measure(off(mixture), x0, batch_size=4)
+    monkeypatch.setattr(room, "_CHEAP", 1e9)  # however busy the disk is
     save = Run.save
     for stop in range(1, 8):
         saves = []
@@ -305,7 +306,7 @@ def test_a_random_subset_is_used_and_grows_with_the_count(mixture, tmp_path):
     few = measure(off(mixture), x0, count=10, run=tmp_path)
     assert sorted(few.indices.tolist()) != list(range(10))  # not the first of a folder that may be sorted
     more = measure(off(mixture), x0, count=30, run=tmp_path)
-    assert more.indices.tolist()[:10] == few.indices.tolist()
+    assert set(few.indices.tolist()) <= set(more.indices.tolist())
     assert more.images == 30
     with pytest.raises(DataError, match="more than the 5 asked for"):
         measure(off(mixture), x0, count=5, run=tmp_path)
@@ -341,7 +342,7 @@ def test_a_checkpoint_that_was_changed_is_not_gone_on_from(mixture, tmp_path, ch
         tampered(tmp_path / "checkpoint.safetensors", change)
     except TrueupError:
         return  # could not even be written
-    with pytest.raises(TrueupError, match="start over"):
+    with pytest.raises(TrueupError, match=r"delete it, and what it holds is measured again"):
         measure(off(mixture), x0, run=tmp_path)
 
 
@@ -352,5 +353,7 @@ def test_a_damaged_checkpoint_is_named(mixture, tmp_path):
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(bytes(content))
-    with pytest.raises(TrueupError, match=r"cannot be trusted .*checksum.*: delete .* to start over"):
+    with pytest.raises(
+        TrueupError, match=r"checkpoint.safetensors cannot be trusted .*checksum.*: delete it"
+    ):
         measure(off(mixture), x0, run=tmp_path)

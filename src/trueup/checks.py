@@ -20,6 +20,7 @@ BELONGS |= dict.fromkeys(("tolerance", "trace", "probes", "start"), "ode")
 
 # Where launchers that know nothing of torch.distributed say how many processes they started.
 _TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_ALONE = ("inspect", "merge", "report", "demo")  # what is over soon
 
 
 def check(options: argparse.Namespace) -> None:
@@ -70,12 +71,10 @@ def started_by_launcher(options: argparse.Namespace) -> bool:
     shard = getattr(options, "shard", None)
     if "WORLD_SIZE" not in os.environ:
         started = next((n for n in _TASKS if os.environ.get(n, "1") not in ("", "0", "1")), None)
-        if started is not None and shard is None and options.command not in ("inspect", "merge", "report"):
+        if started is not None and shard is None and options.command not in _ALONE:
             many = f"{os.environ[started]} processes were started ({started}) that do not know each other"
-            how = (
-                "start torchrun in each, give each its --shard K/N, or " if hasattr(options, "shard") else ""
-            )
-            raise TrueupError(f"{many}: {how}set WORLD_SIZE=1 if each has work of its own")
+            how = "start torchrun in each, " + "give each its --shard K/N, " * hasattr(options, "shard")
+            raise TrueupError(f"{many}: {how}or set WORLD_SIZE=1 if each has work of its own")
         return False
     size, rank = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK"))
     if size in ("", "1"):
@@ -86,13 +85,13 @@ def started_by_launcher(options: argparse.Namespace) -> bool:
         raise TrueupError(f"{say}: start them with torchrun")
     if not (size.isdecimal() and rank.isdecimal() and int(rank) < int(size)):
         raise TrueupError(f"RANK {rank} of WORLD_SIZE {size} makes no sense: start processes with torchrun")
-    if options.command != "calibrate":
+    if options.command in _ALONE:
         alone = f"`{options.command}` runs in one process, not in {size}"
         raise TrueupError(f"{alone}: start it without a launcher")
     if shard is not None:
         raise TrueupError("--shard is for processes without a launcher, which splits the images itself")
-    if options.generated is not None:
-        raise TrueupError("--generated runs in one process: start it without a launcher")
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        options.force = True  # what is there by now, this very job has written
     return True
 
 

@@ -28,13 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             distributed.join()
             with distributed.together():
-                check(options)
+                distributed.agree({name.replace("_", " "): repr(one) for name, one in vars(options).items()})
+                code = _run(options)
         else:
-            check(options)
-        from trueup import commands
-
-        code = getattr(commands, options.command)(options)
-        sys.stdout.flush()
+            code = _run(options)
         return code
     except TrueupError as error:
         if not error.rank:  # of an error that all ranks share, the first speaks
@@ -42,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.rank is not None:  # and a launcher ends the others when one is gone
             from trueup import distributed
 
-            distributed.gather(None)
+            distributed.wait()
         return 2
     except KeyboardInterrupt:
         run = getattr(options, "run", None)
@@ -62,6 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.modules["trueup.distributed"].leave()
 
 
+def _run(options: argparse.Namespace) -> int:
+    check(options)
+    from trueup import commands
+
+    code: int = getattr(commands, options.command)(options)
+    sys.stdout.flush()
+    return code
+
+
 def _phrased(error: TrueupError, options: argparse.Namespace) -> str:
     """An error as the command line says it, on one line."""
     words = error.phrased(Argument.option)
@@ -75,7 +81,7 @@ def _phrased(error: TrueupError, options: argparse.Namespace) -> str:
 
 def _kept(run: Path) -> str:
     """How to go on after an interruption."""
-    kept = ("checkpoint.safetensors", "samples.json", "trajectories.safetensors", "solvers.*.safetensors")
+    kept = ("checkpoint*.safetensors", "samples.json", "trajectories.safetensors", "solvers.*.safetensors")
     if any(any(run.glob(f"**/{name}")) for name in kept):
         return f"; what was done is kept in {printable(str(run))}: run the same command again to go on"
     return ", before anything was done"

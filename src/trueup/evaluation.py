@@ -12,15 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trueup import __version__
+from trueup import __version__, distributed
 from trueup.calibration import Attachment, Calibration, as_calibration
 from trueup.comparison import Change, Comparison, Row
 from trueup.denoiser import Denoiser
 from trueup.density import Objectives, objectives
 from trueup.density.opening import SIDES
 from trueup.errors import TrueupError
+from trueup.estimate.shares import told_of
 from trueup.hf import as_denoiser
-from trueup.images import Images, Samples, as_images
+from trueup.images import Batch, Images, Samples, as_images
 from trueup.metrics import MEASURES, FeatureBatch, Features, ModuleFeatures, Reference, load_features
 from trueup.metrics.features import look_at
 from trueup.metrics.measures import measures
@@ -145,7 +146,9 @@ def evaluate(
             first = drawn(as_solver(other, denoiser), number, None)
         both = [first, drawn(solver, number, calibration)]
         colours = {side: _mean_colour(batch.colours) for side, batch in zip(SIDES, both, strict=True)}
-        changes = _changes(both, reference, notes)
+        # What is made of features takes the first rank alone.
+        changes, told = distributed.by_first(lambda both=both: _changes(both, reference))  # type: ignore[misc]
+        notes += [note for note in told if note not in notes]
         rows[place] = Row(solver.name, repr(solver), number, evaluations, changes, colours, other)
     if len(before) < len(plan):
         notes.append(_OF_FITTED)
@@ -184,20 +187,29 @@ def build_reference(
     autoencoder = denoiser.autoencoder if latent else None
     images = as_images(data, REFERENCE_IMAGES)
     samples = Samples(images, denoiser.shape, denoiser.data_range, autoencoder=autoencoder, encode=False)
+    if distributed.size() > 1:
+        distributed.agree(told_of(samples))
     to_images, digest, of = image_maker(denoiser), 0, "samples as they are" if latent else "pictures"
 
-    def batches() -> Iterator[Tensor]:
+    def kind(batch: Batch) -> str:
+        if autoencoder is None:
+            return of
+        return "decoded latents" if tuple(batch.x0.shape[1:]) == denoiser.shape else "pictures"
+
+    def seen(batch: Batch) -> FeatureBatch:
+        as_read = latent and kind(batch) == "pictures"
+        return look_at(pictures(batch.x0, (-1.0, 1.0)) if as_read else to_images(batch.x0), features)
+
+    def batches() -> Iterator[FeatureBatch]:
         nonlocal digest, of
         with Progress(samples.expected(), "features of the data", unit="image", show=progress) as bar:
-            for batch in samples.batches(_AT_ONCE):
-                if autoencoder is not None:
-                    of = "decoded latents" if tuple(batch.x0.shape[1:]) == denoiser.shape else "pictures"
-                as_read = latent and of == "pictures"
-                yield pictures(batch.x0, (-1.0, 1.0)) if as_read else to_images(batch.x0)
+            for batch, found in distributed.dealt(samples.batches(_AT_ONCE), seen):
+                yield found
+                of = kind(batch)
                 digest = (digest + int(batch.digests.sum())) & ((1 << 64) - 1)
                 bar.update(len(batch))
 
-    reference = Reference.build(features, batches())
+    reference = Reference.of(features, batches())
     return replace(reference, fingerprint=f"{digest:016x}", made_of=of, images=images)
 
 
@@ -206,10 +218,13 @@ def _draw(
 ) -> FeatureBatch:
     """Samples, looked at; what a run has is not made again."""
     to_images, parts = image_maker(denoiser), []
+
+    def seen(x: Tensor) -> dict[str, Tensor]:
+        found = look_at(to_images(x), features)._asdict()
+        return {name: values for name, values in found.items() if values is not None}
+
     start = 0 if kept is None else min(kept.done, count)
-    for index, x in sample_batches(denoiser, count, start=start, **how):
-        seen = look_at(to_images(x), features)
-        rows = {name: values for name, values in seen._asdict().items() if values is not None}
+    for index, rows in sample_batches(denoiser, count, start=start, make=seen, **how):
         if kept is None:
             parts.append(rows)
         else:
@@ -219,15 +234,11 @@ def _draw(
     return FeatureBatch(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
 
-def _changes(both: list[FeatureBatch], reference: Reference, notes: list[str]) -> dict[str, Change]:
-    """Every measure of both sides."""
-    found = []
-    for batch in both:
-        numbers, told = measures(batch, reference)
-        found.append(numbers)
-        notes += [note for note in told if note not in notes]
-    before, after = found
-    return {name: Change(before[name], after[name], MEASURES[name].more_is_better) for name in before}
+def _changes(both: list[FeatureBatch], reference: Reference) -> tuple[dict[str, Change], list[str]]:
+    """Every measure of both sides, and what to know about them."""
+    (before, first), (after, second) = (measures(batch, reference) for batch in both)
+    changes = {name: Change(before[name], after[name], MEASURES[name].more_is_better) for name in before}
+    return changes, first + second
 
 
 def _mean_colour(colours: Tensor | None) -> list[float]:

@@ -222,16 +222,17 @@ def _sync_directory(folder: Path) -> None:
 class Folder:
     """A folder of ours, made if need be and held by this process alone until `release`.
 
-    clean: everything in it is ours, and what a killed process left half written is removed.
+    clean: everything in it is ours, and what a killed process left half written is removed. hold: False for a
+    process of a job that another process holds it for.
     """
 
-    def __init__(self, path: str | PathLike[str], *, clean: bool = True):
+    def __init__(self, path: str | PathLike[str], *, clean: bool = True, hold: bool = True):
         self.path = Path(path)
         self._handle: int | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._handle = _lock(self.path)
-            for leftover in self.path.glob(f".*.tmp-{'[0-9a-f]' * 8}") if clean else ():
+            self._handle = _lock(self.path) if hold else None
+            for leftover in self.path.glob(f".*.tmp-{'[0-9a-f]' * 8}") if clean and hold else ():
                 leftover.unlink(missing_ok=True)
         except OSError as error:
             raise TrueupError(f"cannot use {self.path}: {error.strerror or error}") from None

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 SECONDS = 30.0  # between two lines of a log
+speaks = True  # whether this process, of those that share its work, shows anything (`trueup.distributed`)
 
 
 class Progress:
@@ -24,7 +25,8 @@ class Progress:
         done: float = 0,
         show: bool | None = None,
     ):
-        self.total, self.description, self.unit, self.show = total, description, unit, show
+        self.total, self.description, self.unit = total, description, unit
+        self.show = show if speaks else False
         self.first = self.done = done
         self.bar: Any = None
 

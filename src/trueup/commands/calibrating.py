@@ -35,26 +35,20 @@ from trueup.sampling.draw import network_for
 def calibrate(options: argparse.Namespace) -> int:
     """`trueup calibrate`."""
     output, run = options.output, options.run or Path(f"{options.output}.run")
-    first = distributed.rank() == 0
-    if not first:
-        options.quiet, options.progress = True, False
     measured = options.data is not None or options.generated is not None
-    with distributed.together():
-        if options.shard is None:
-            _say_what_is_lost(options)
-        denoiser = shared.open_model(options)
-        options.run = run
-        calibration, labels, kept = shared.open_calibration(options, denoiser), options.labels, ""
-        if options.nfe is not None:  # or say now what is wrong; labels may be those of the data, not yet read
-            network_for(denoiser, 0 if measured and denoiser.conditional else labels, options.guidance)
-        moments, data = _measure(denoiser, options, run) if measured else (None, None)
-    if not first:
-        return 0
+    if options.shard is None:
+        _say_what_is_lost(options)
+    denoiser = shared.open_model(options)
+    options.run = run
+    calibration, labels, kept = shared.open_calibration(options, denoiser), options.labels, ""
+    if options.nfe is not None:  # or say now what is wrong; labels may be those of the data, not yet read
+        network_for(denoiser, 0 if measured and denoiser.conditional else labels, options.guidance)
+    moments, data = _measure(denoiser, options, run) if measured else (None, None)
     if options.shard is not None and moments is not None:
         return _write_share(moments, options)
     more: dict[str, Any] = {"output": str(output), "run": str(run)}
     if moments is not None:
-        calibration = fit(moments, family=options.family, estimator=options.estimator)
+        calibration = _fit(moments, options)
         of_data = labels_of(data, denoiser)
         if options.judged:
             calibration = judge(denoiser, calibration, labels=of_data, **given(options, "seed", "progress"))
@@ -67,14 +61,20 @@ def calibrate(options: argparse.Namespace) -> int:
         how |= {"run": run / "solvers", "keep": True}
         calibration = fit_solver(denoiser, calibration, labels=labels, **how)
     assert calibration is not None
-    calibration.save(output)
-    if options.nfe is not None:
-        clear(run / "solvers")
-    if run.is_dir() and not any(run.iterdir()):
-        run.rmdir()
+    if shared.first():
+        calibration.save(output)
+        if options.nfe is not None:
+            clear(run / "solvers")
+        if run.is_dir() and not any(run.iterdir()):
+            run.rmdir()
     _report(calibration, options, more)
     say(options, f"wrote {output}{kept}")
     return 0
+
+
+def _fit(moments: Moments, options: argparse.Namespace) -> Calibration:
+    """The same on every rank."""
+    return distributed.by_first(lambda: fit(moments, family=options.family, estimator=options.estimator))
 
 
 def _write_share(moments: Moments, options: argparse.Namespace) -> int:
@@ -139,7 +139,8 @@ def samplers(options: argparse.Namespace) -> int:
     how = given(options, "nfe", "trajectories", "labels", "guidance", "seed", "progress")
     found = compare_samplers(denoiser, calibration, **how)
     if options.figure is not None:
-        draw_samplers(found, options.figure)
+        if shared.first():
+            draw_samplers(found, options.figure)
         say(options, f"wrote {options.figure}")
     if options.output is not None:
         write(options.output, f"{json.dumps(found.as_json(), indent=2)}\n".encode())
@@ -162,8 +163,7 @@ def _measure(denoiser: Denoiser, options: argparse.Namespace, run: Path | None) 
     if denoiser.vocabulary is not None and not open_images(data, denoiser).labelled:
         say(options, "these images have no captions: the network is told the empty prompt (--captions)")
     common |= {"trust": trust, "classes": classes, "per_embedding": options.per_embedding}
-    common |= {"share": getattr(options, "shard", None), "ranks": options.command == "calibrate"}
-    moments = measure(denoiser, data, run=run, **common)
+    moments = measure(denoiser, data, run=run, share=getattr(options, "shard", None), **common)
     for reason in moments.skipped[:5]:
         say(options, f"skipped: {reason}")
     if moments.skipped:
@@ -181,11 +181,11 @@ def check(options: argparse.Namespace) -> int:
     use = _look_for_mistakes(denoiser, options)
     problem = None if use.problem is None else use.problem.phrased(Argument.option)
     moments, data = _measure(denoiser, options, None)
-    calibration = fit(moments, family=options.family, estimator=options.estimator)
+    calibration = _fit(moments, options)
     if options.judged:
         labels = labels_of(data, denoiser)
         calibration = judge(denoiser, calibration, labels=labels, **given(options, "seed", "progress"))
-    if options.figure is not None:
+    if options.figure is not None and shared.first():
         draw(calibration, options.figure)
     found = diagnose(denoiser, data, moments=moments, use=use, phrase=Argument.option)
     low = calibration.uncalibration.low

@@ -50,9 +50,9 @@ def sample(options: argparse.Namespace) -> int:
     output = Output(options.output, options.samples, settings, force=options.force)
     options.run = output.kept.folder
     to_images = image_maker(denoiser)
-    start = min(output.kept.done, options.samples)
-    for index, x in sample_batches(denoiser, options.samples, start=start, **how):
-        output.add(index, to_images(x))
+    how |= {"start": min(output.kept.done, options.samples), "make": lambda x: output.prepared(to_images(x))}
+    for index, made in sample_batches(denoiser, options.samples, **how):
+        output.add(index, made)
     output.finish()
     if options.json:
         more = {"output": str(options.output), "samples": options.samples, "evaluations": evaluations}
@@ -77,7 +77,8 @@ def evaluate(options: argparse.Namespace) -> int:
     data: Any = shared.images_of(options, denoiser) if compared is None else Reference.load(compared)
     if options.save_reference is not None:
         data = build_reference(data, denoiser, features, progress=options.progress)
-        data.save(options.save_reference)
+        if shared.first():
+            data.save(options.save_reference)
     calibration = load(options.calibration)
     for number in options.nfe if FITTED in options.solver else ():
         if (lacks := shared.no_solver(options, calibration, number)) is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trueup import typed
+from trueup import distributed, typed
 from trueup.calibration import Attachment, Calibration, load
 from trueup.commands.code import run_code
 from trueup.denoiser import Denoiser
@@ -106,19 +106,27 @@ def images_of(options: argparse.Namespace, denoiser: Denoiser, count: int | None
     return images
 
 
+def first() -> bool:
+    """Whether this process writes and speaks: the only one, or the first of a job's ranks."""
+    return distributed.rank() == 0
+
+
 def say(options: argparse.Namespace, line: str) -> None:
     """A line for people, on standard error."""
-    if not options.quiet:
+    if not options.quiet and first():
         print(printable(line), file=sys.stderr)
 
 
 def warn(words: str) -> None:
     """What explains an exit code, on standard error, also with --quiet."""
-    print(printable(f"trueup: {words}"), file=sys.stderr)
+    if first():
+        print(printable(f"trueup: {words}"), file=sys.stderr)
 
 
 def show(options: argparse.Namespace, values: dict[str, Any], text: str) -> None:
     """The answer on standard output: the values as JSON, or the text."""
+    if not first():
+        return
     if options.json:
         print(json.dumps(values, indent=2))
         return
@@ -134,7 +142,7 @@ def run_directory(options: argparse.Namespace) -> Path | None:
 def conclude(options: argparse.Namespace, found: Any, kept: str) -> int:
     """Show a measurement, and write it to the output there may be; kept: what the run directory holds."""
     values = found.as_json()
-    if options.output is not None:
+    if options.output is not None and first():
         write(options.output, f"{json.dumps(values, indent=2)}\n".encode())
     show(options, values, found.table())
     if options.output is not None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from trueup import distributed
 from trueup.calibration import Attachment, Calibration, as_calibration
 from trueup.denoiser import Denoiser
 from trueup.errors import Argument, DataError, ModelError
 from trueup.estimate.diagnose import check_use
 from trueup.estimate.measuring import NEEDS_LABELS
+from trueup.estimate.shares import told_of
 from trueup.hf import as_denoiser
 from trueup.images import Batch, Samples, open_images
 
@@ -59,6 +61,8 @@ class Sides:
         A network that seems to be used wrongly on them is refused, unless `trust`.
         """
         self.samples = samples = open_images(data, self.denoiser, count=count, exact=exact)
+        if distributed.size() > 1:
+            distributed.agree(told_of(samples))
         if not trust:
             self.notes += check_use(self.denoiser, samples).hints
         if self.calibration is None or self.calibration.generated:

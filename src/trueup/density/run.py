@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trueup import distributed
 from trueup.calibration import Calibration
 from trueup.denoiser import Denoiser, in_parts
 from trueup.density.bound import VARIANCES, Bound
@@ -153,9 +155,14 @@ def _collect(sides: Sides, how: Bound | Exact, kept: Kept | None, progress: bool
     seen, at_once = 0, sides.denoiser.batch_size
     fitting: int | None = at_once
     size = at_once if samples.indexed else max(at_once, _LOOKED_AT)  # a stream's first must be at hand
-    with Progress(expected, "likelihood", unit="image", done=done, show=progress) as bar:
+    bar = Progress(expected, "likelihood", unit="image", done=done, show=progress)
+
+    def left() -> Iterator[tuple[Batch, bool, int]]:
+        """What is left of each batch to do, whether it is of 8-bit images, and how many there are so far."""
+        nonlocal seen
         for batch in sides.batches(size):
-            groups += [batch.group] if batch.group is not None and samples.images.groups is not None else []
+            if batch.group is not None and samples.images.groups is not None:
+                groups.append(batch.group)
             if seen == 0:
                 how.prepare(_to_look_at(sides, batch), sides.calibration)
             skip = min(max(0, done - seen), len(batch))
@@ -166,16 +173,23 @@ def _collect(sides: Sides, how: Bound | Exact, kept: Kept | None, progress: bool
                 continue
             # Latents have a density, whatever pictures they were encoded from.
             discrete = bool(samples.eight_bit) and samples.model_range is not None
-            rest, eight_bit = batch.rows(slice(skip, None)), discrete
-            work = partial(_measure, sides, how, rest, eight_bit, bar)
-            made, fitting = in_parts(work, len(rest), fitting)
-            rows = _joined(made) | {"sample": rest.index, "digest": _digests(rest)}
+            yield batch.rows(slice(skip, None)), discrete, seen
+
+    def measured(task: tuple[Batch, bool, int]) -> dict[str, Tensor]:
+        nonlocal fitting
+        rest, eight_bit, _ = task
+        made, fitting = in_parts(partial(_measure, sides, how, rest, eight_bit, bar), len(rest), fitting)
+        return _joined(made)
+
+    with bar:
+        for (rest, eight_bit, reached), made in distributed.dealt(left(), measured):
+            rows = made | {"sample": rest.index, "digest": _digests(rest)}
             rows["eight_bit"] = torch.full((len(rest),), float(eight_bit))
             if kept is not None:
-                kept.add(torch.arange(seen - len(rest), seen), **rows)
+                kept.add(torch.arange(reached - len(rest), reached), **rows)
             else:
                 parts.append(rows)
-            bar.update(seen - bar.done)
+            bar.update(reached - bar.done)
     rows = _joined(parts) if kept is None else kept.tensors(seen)
     return rows | ({"group": torch.cat(groups)} if groups else {})
 

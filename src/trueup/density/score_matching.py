@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trueup import distributed
 from trueup.calibration import Calibration
 from trueup.calibration.correction import Correction, interpolation_weights
 from trueup.denoiser import Denoiser
@@ -193,15 +194,19 @@ def objectives(
     says = {} if made is None else _says(made, gains, process.lam(t), denoiser.device)
     parts: list[dict[str, Tensor]] = []
     bar = Progress(None if expected is None else expected * each, "denoising loss", show=progress)
+
+    def measured(batch: Batch) -> dict[str, Tensor]:
+        on = batch.to(denoiser.device)
+        rows = []
+        for i, level in enumerate(t):
+            said = {label: (best[i], form[i]) for label, (best, form) in says.items()}
+            rows.append(_losses(sides, truth, on, level, said, seed))
+            bar.update(len(batch) * len(sides.names) * distributed.size())
+        return {name: torch.stack([row[name] for row in rows], 1).cpu() for name in rows[0]}
+
     with sides.attached, denoiser.evaluating(), torch.inference_mode(), bar:
-        for batch in sides.batches(denoiser.batch_size):
-            on = batch.to(denoiser.device)
-            rows = []
-            for i, level in enumerate(t):
-                said = {label: (best[i], form[i]) for label, (best, form) in says.items()}
-                rows.append(_losses(sides, truth, on, level, said, seed))
-                bar.update(len(batch) * len(sides.names))
-            parts.append({name: torch.stack([row[name] for row in rows], 1).cpu() for name in rows[0]})
+        for batch, found in distributed.dealt(sides.batches(denoiser.batch_size), measured):
+            parts.append(found)
             if batch.group is not None and samples.images.groups is not None:
                 parts[-1]["group"] = batch.group
     found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

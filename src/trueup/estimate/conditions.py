@@ -50,6 +50,11 @@ class Conditions:
         sums = [torch.zeros(*cells, *size, dtype=torch.float64) for size in sizes]
         return cls(projection, low, conditions, *sums)
 
+    @property
+    def features(self) -> tuple[Projection, int]:
+        """What is looked at, as `see` found it."""
+        return self.projection, self.conditions
+
     def add(self, cell: Tensor, weight: Tensor, c: Tensor, z: Tensor, bands: Bands) -> None:
         """Add evaluations: cell (B,) fold and level as one number, weight (B,), conditions, (B, 3, C, K)."""
         device = self.sums.device

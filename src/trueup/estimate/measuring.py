@@ -25,8 +25,8 @@ from trueup.errors import Argument, DataError, ModelError
 from trueup.estimate.conditions import Conditions, keys, see
 from trueup.estimate.diagnose import check_use, refuse_nonsense
 from trueup.estimate.moments import Moments
-from trueup.estimate.run import SHARDS, Run
-from trueup.estimate.shares import agree, checked_share, of_all_ranks
+from trueup.estimate.run import SHARDS, Resumed, Run, settings_of
+from trueup.estimate.shares import checked_share, dealing, in_order, in_share, of_all_ranks, told_of
 from trueup.hf import as_denoiser
 from trueup.hf.hub import name_of
 from trueup.images import Batch, Ranks, Samples, as_images, open_images
@@ -41,8 +41,8 @@ NEEDS_LABELS = (
     "or sub-folders named after classes"
 )
 _AT_ONCE = 2**21  # values of x_t at levels whose bookkeeping is done together; at least one level's
-_CHEAP = 0.1  # seconds: a checkpoint that takes no longer is written after every batch
-_SAVING = 10.0  # others when so many times as long was spent measuring
+_CHEAP = 0.02  # seconds: a checkpoint that takes no longer is written after every batch
+_SAVING = 100.0  # others when so many times as long was spent measuring
 
 
 def default_levels(process: NoiseProcess) -> Tensor:
@@ -87,7 +87,6 @@ def measure(
     seed: int = 0,
     run: str | PathLike[str] | None = None,
     share: tuple[int, int] | None = None,
-    ranks: bool = False,
     trust: bool = False,
     progress: bool | None = None,
 ) -> Moments:
@@ -101,44 +100,20 @@ def measure(
     that keeps what was measured: called again, it goes on from there, and with more images it adds to them. A
     network that seems to be used wrongly is refused, unless `trust`. Images that occur twice count once.
 
-    ranks: all ranks of the process group that torch.distributed has initialised call this, each measures its
-    share, and all return the moments of all; else a process measures for itself. share: (k, n), measure the
-    k-th of n shares of the images and nobody else's; `trueup.estimate.merge` adds them.
+    share: (k, n), measure the k-th of n shares of the images and nobody else's; `trueup.estimate.merge` adds
+    them. The ranks of a job that work together (`trueup.distributed.together`) each measure a part, and all
+    return the moments of all.
     """
-    how: dict[str, Any] = {"levels": levels, "edges": edges, "mean_images": mean_images, "classes": classes}
-    how |= {"per_embedding": per_embedding, "seed": seed, "run": run, "trust": trust, "progress": progress}
-    if share is not None or not ranks or distributed.size() == 1:
-        own = (1, 1) if share is None else checked_share(share)
-        if own[1] > 1 and mean_images:
-            raise DataError("mean_images are those of all shares: leave them out")
-        return _of_share(model, data, own, ranks=False, **how)
-    with distributed.together():
-        own = (distributed.rank() + 1, distributed.size())
-        return _of_share(model, data, own, ranks=True, **how)
-
-
-def _of_share(
-    model: Any,
-    data: Any,
-    share: tuple[int, int],
-    *,
-    ranks: bool,
-    levels: Sequence[float] | Tensor | None,
-    edges: Sequence[float] | None,
-    mean_images: int,
-    classes: Sequence[int],
-    per_embedding: bool,
-    seed: int,
-    run: str | PathLike[str] | None,
-    trust: bool,
-    progress: bool | None,
-) -> Moments:
-    """One share measured; ranks: and then those of all."""
+    own = (1, 1) if share is None else checked_share(share)
+    if own[1] > 1 and mean_images:
+        raise DataError("mean_images are those of all shares: leave them out")
+    if own[1] > 1 and distributed.size() > 1:
+        raise DataError("ranks that work together split the images themselves: leave out the share")
     denoiser = as_denoiser(model)
     denoiser.check_bare()
-    if ranks and is_spread(denoiser.network):
+    if distributed.size() > 1 and is_spread(denoiser.network):
         problem = "ranks hold this network together, so that all of them must measure the same images"
-        raise ModelError(problem, "leave out {}", Argument("ranks", True))
+        raise ModelError(f"{problem}: call this outside of trueup.distributed.together()")
     if not isinstance(mean_images, int) or mean_images < 0:
         raise DataError(f"mean_images is a whole number of at least 0, not {mean_images!r}")
     images = as_images(data, IMAGES)
@@ -168,37 +143,37 @@ def _of_share(
     provenance |= denoiser.told()
     kinds: dict[str, Any] = {"edges": edges, "classes": classes, "provenance": provenance}
     moments = Moments.empty(process, check_levels(process, levels), denoiser.shape, **kinds)
-    if ranks:
-        agree(moments, samples)
-    if run is not None and share[1] > 1:
-        run = Path(run) / f"share-{share[0]}-of-{share[1]}"
+    if distributed.size() > 1:
+        size = {"batch size": denoiser.batch_size}
+        distributed.agree({**settings_of(moments), **size, **told_of(samples)})
+    if run is not None and own[1] > 1:
+        run = Path(run) / f"share-{own[0]}-of-{own[1]}"
     with Run(run) if run is not None else nullcontext() as kept:
-        if kept is not None:
-            moments = kept.resume(moments, samples)
-            if moments.images:
-                labelled = denoiser.conditional and samples.indexed
-                _bind(denoiser, moments, samples.at(int(moments.indices[0])).y if labelled else None)
+        found = Resumed(moments, {}) if kept is None else kept.resume(moments, samples)
+        moments, known = found.moments, found.known
+        moments.provenance["chosen"] = provenance["chosen"]  # of what is asked for now
+        if moments.images:
+            labelled = denoiser.conditional and samples.indexed
+            _bind(denoiser, moments, samples.at(int(moments.indices[0])).y if labelled else None)
         if per_embedding and moments.conditions is None:
-            seen = _embeddings(samples, denoiser)
+            seen: tuple[Projection, int] = found.seen or _embeddings(samples, denoiser)
             cells = (moments.folds, moments.levels)
             moments.conditions = Conditions.empty(*seen, cells, denoiser.shape[0], moments.bands)
-        if not trust and not moments.images:
+        if not trust and not known:
             check_use(denoiser, samples)
-        moments = _measure(denoiser, samples, moments, kept, progress, share=share, ranks=ranks)
-    if ranks:
-        moments = of_all_ranks(moments, samples)
+        moments = _measure(denoiser, samples, moments, known, kept, progress, own)
+        if distributed.size() > 1:
+            moments = of_all_ranks(moments, samples)
     if not moments.images:
         why = f" that can be used: {samples.skipped[0]}" if samples.skipped else ""
-        of = (
-            f"share {share[0]} of {share[1]} of {samples.name}"
-            if share[1] > 1 and not ranks
-            else samples.name
-        )
+        of = f"share {own[0]} of {own[1]} of {samples.name}" if own[1] > 1 else samples.name
         raise DataError(f"{of} holds no samples{why}")
+    moments = in_order(moments)
     moments.duplicates = samples.duplicates + samples.held_back
     if mean_images and samples.images.count is not None:  # else all there are were measured
         samples.images = replace(samples.images, count=moments.images + mean_images)
-        for batch in samples.batches(256, **_new(moments)):
+        known = dict(zip(moments.indices.tolist(), moments.digests.tolist(), strict=True))
+        for batch in samples.batches(256, **_new(known)):
             _note(moments, batch, mean_only=True)
     moments.skipped = samples.skipped
     return moments
@@ -260,9 +235,8 @@ def _bind(denoiser: Denoiser, moments: Moments, y: Any) -> None:
         raise ModelError("this run was begun with another `call`: repeat it, or use a new run directory")
 
 
-def _new(moments: Moments) -> dict[str, Any]:
+def _new(known: dict[int, int]) -> dict[str, Any]:
     """What to ask for to get samples that are not among those measured, by index or by content."""
-    known = dict(zip(moments.indices.tolist(), moments.digests.tolist(), strict=True))
     return {"skip": known, "without": known.values(), "unique": True}
 
 
@@ -275,13 +249,13 @@ def _measure(
     denoiser: Denoiser,
     samples: Samples,
     moments: Moments,
+    known: dict[int, int],
     run: Run | None,
     progress: bool | None,
-    *,
     share: tuple[int, int],
-    ranks: bool,
 ) -> Moments:
-    count, done = samples.images.count, moments.images
+    """Measure what nobody has yet; known: the samples that somebody has."""
+    count, done = samples.images.count, len(known)
     if count is not None and done > count:
         raise DataError(
             f"this run has measured {done} images already, more than the {count} asked for: "
@@ -289,25 +263,22 @@ def _measure(
         )
     expected, seed = samples.expected(), moments.provenance["seed"]
     each = moments.levels * (1 if moments.provenance.get("null_label") is None else 2)
-    speaks = distributed.rank() == 0 or not ranks
-    # Of ranks the first speaks for all, who go as fast; it has no smaller share than any other.
-    if expected is not None and not ranks:
-        expected = len(range(share[0] - 1, expected, share[1]))
+    if expected is not None:
+        expected = in_share(expected, denoiser.batch_size, share)
     total = math.inf if expected is None else expected * each
-    counts = each * (share[1] if ranks else 1)  # what an image here stands for
+    counts = each * distributed.size()  # the first rank speaks for all, who go as fast
     if denoiser.device.type != "mps":  # which has no float64
         moments = moments.to(denoiser.device)
     saved, cost = time.monotonic(), 0.0  # when the last checkpoint was written, and how long that took
     kept = len(moments.indices)  # samples in the last checkpoint
-    shown: dict[str, Any] = {"done": min(done * counts, total), "show": progress if speaks else False}
-    known = None if expected is None else total
-    dealt: dict[str, Any] = {}
-    if share[1] > 1:
-        dealt["mine"] = lambda block: block % share[1] == share[0] - 1
-    if ranks:
-        dealt["ranks"] = Ranks(distributed.rank(), distributed.size(), distributed.gather)
-    with denoiser.evaluating(), Progress(known, "measuring", **shown) as bar:
-        for batch in samples.batches(denoiser.batch_size, **dealt, **_new(moments)):
+    bar = Progress(
+        None if expected is None else total, "measuring", done=min(done * each, total), show=progress
+    )
+    own: dict[str, Any] = {"mine": dealing(share), **_new(known)}
+    if distributed.size() > 1:
+        own["ranks"] = Ranks(distributed.rank(), distributed.size(), distributed.gather)
+    with denoiser.evaluating(), bar:
+        for batch in samples.batches(denoiser.batch_size, **own):
             if denoiser.conditional and batch.y is None:
                 raise DataError(NEEDS_LABELS)
             check_finite(moments)  # of the batch before: its last evaluations ran while this one was read

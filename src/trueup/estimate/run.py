@@ -1,8 +1,10 @@
 """A run directory: what has been measured so far, so that nothing is measured twice.
 
-One file, `checkpoint.safetensors`, holds the moments, the settings they were measured with and digests of
-every image and label behind them. It is replaced atomically after each batch, less often where that would
-take more than a tenth of the time; whatever happens, what came after it is all that is lost.
+`checkpoint.safetensors` holds moments, the settings they were measured with and digests of every image and
+label behind them. It is replaced atomically after each batch, less often where that would take more than a
+hundredth of the time; whatever happens, what came after it is all that is lost. Of a job of many ranks each
+has a file like it, `checkpoint-K.safetensors`. Whoever goes on, in however many processes, takes all files
+there are, each rank some of them; one that is gone costs the work that it held.
 """
 
 from __future__ import annotations
@@ -10,12 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 from os import PathLike
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trueup import distributed
 from trueup.errors import ArtifactError, DataError, TrueupError
 from trueup.estimate.moments import Moments
 from trueup.estimate.stored import pack, unpack
@@ -24,32 +29,90 @@ from trueup.images import Batch, Samples
 from trueup.stored import Bounds, check_tensors, part
 
 KIND = "a run"
-CHECKPOINT = "checkpoint.safetensors"
+CHECKPOINT = "checkpoint{}.safetensors"
 SHARDS = "shards.safetensors"  # where everything is in the tar shards that are measured
-_LOOKED_AT = 16  # images read again on resuming, to see that the data is still the same
+_LOOKED_AT = 16  # images of a file read again on resuming, to see that the data is still the same
+
+
+class Resumed(NamedTuple):
+    """What there is to go on from."""
+
+    moments: Moments  # for this rank to add to
+    known: dict[int, int]  # index and digest of every image that some rank has
+    seen: Any = None  # what is looked at in embeddings
 
 
 class Run(Folder):
-    """A run directory in use by this process alone. `with Run(folder) as run: ...`"""
+    """A run directory in use by this process, or by this job, alone. `with Run(folder) as run: ...`"""
 
     def __init__(self, path: str | PathLike[str]):
-        super().__init__(path)
-        self.file = self.path / CHECKPOINT
+        rank = distributed.rank()
+        super().__init__(path, hold=rank == 0)
+        self.file = self.path / CHECKPOINT.format(f"-{rank}" if rank else "")
+        self.taken: list[Path] = []  # files whose moments will be in this one, when it is written
         self.labels: list[int] = []  # digests of the samples' labels
         self.groups: list[int] = []  # and of the groups they were put in
 
     def __enter__(self) -> Run:
         return self
 
-    def resume(self, fresh: Moments, samples: Samples) -> Moments:
-        """The moments measured so far, or `fresh` in a new run; other settings or images are refused."""
-        if not self.file.exists():
-            return fresh
+    def resume(self, fresh: Moments, samples: Samples) -> Resumed:
+        """What was measured so far, `fresh` in a new run; other settings or images are refused."""
+        found: Moments | None = None
+        self.taken = self._current(self._share())
+        for file in self.taken:
+            moments = self._read(file, fresh, samples)
+            found = moments if found is None else found + moments
+        moments = fresh if found is None else found
+        moments.skipped = list(dict.fromkeys(moments.skipped))
+        seen = None if moments.conditions is None else moments.conditions.features
+        said = distributed.gather((_known(moments), moments.skipped, samples.signed, seen))
+        known: dict[int, int] = {}
+        for theirs, skipped, signed, _ in said:
+            if not known.keys().isdisjoint(theirs):
+                raise TrueupError(f"two files in {self.path} hold the same image: delete it to start over")
+            known |= theirs
+            samples.skipped += [reason for reason in skipped if reason not in samples.skipped]
+            samples.signed = samples.signed or signed
+        return Resumed(moments, known, next((one[3] for one in said if one[3] is not None), None))
+
+    def _share(self) -> list[Path]:
+        """The files that this rank goes on from: its own, and of more than there are ranks every n-th.
+
+        Ranks need not see the same files; each goes to one that sees it.
+        """
+        files = {path.name: path for path in self.path.glob(CHECKPOINT.format("*"))}
+        there = [(name, files[name].stat().st_size, files[name].stat().st_mtime_ns) for name in sorted(files)]
+        said, size = distributed.gather(there), distributed.size()
+
+        def taker(file: Any) -> int:
+            digits = "".join(filter(str.isdecimal, file[0]))
+            whose = int(digits or 0) % size
+            return (
+                whose if file in said[whose] else next(k for k, theirs in enumerate(said) if file in theirs)
+            )
+
+        return [files[file[0]] for file in there if taker(file) == distributed.rank()]
+
+    def _current(self, files: list[Path]) -> list[Path]:
+        """Those files whose images are not all in another one, that was written to replace them."""
+        held = [(distributed.rank(), file.name, _indices(file)) for file in files]
+        everywhere = [file for theirs in distributed.gather(held) for file in theirs]
+        kept = []
+        for file, mine in zip(files, held, strict=True):
+            larger = (o for o in everywhere if o[2] > mine[2] or (o[2] == mine[2] and o[:2] < mine[:2]))
+            if next(larger, None) is None:
+                kept.append(file)
+            else:
+                file.unlink(missing_ok=True)
+        return kept
+
+    def _read(self, file: Path, fresh: Moments, samples: Samples) -> Moments:
+        """The moments in a file; labels and groups are noted."""
         try:
-            moments, self.labels, self.groups, signed, settings = load_as(self.file, KIND, _unpack)
+            moments, labels, groups, signed, settings = load_as(file, KIND, _unpack)
         except ArtifactError as error:
-            why = f"{self.file} cannot be trusted ({line(error, 300)})"
-            raise TrueupError(f"{why}: delete {self.path} to start over") from None
+            raise _distrusted(file, error) from None
         now = settings_of(fresh)
         other = [name for name in {**settings, **now} if settings.get(name) != now.get(name)]
         if other:
@@ -58,9 +121,11 @@ class Run(Folder):
                 "repeat those settings, or use a new run directory"
             )
         if settings_of(moments) != settings:
-            raise TrueupError(f"{self.file} contradicts itself: delete {self.path} to start over")
-        samples.signed, samples.skipped = signed, list(moments.skipped)
-        self._check_data(moments, samples)
+            raise TrueupError(f"{file} contradicts itself: delete it, and what it holds is measured again")
+        samples.signed = samples.signed or signed
+        self._check_data(moments, labels, groups, samples)
+        self.labels += labels
+        self.groups += groups
         return moments
 
     def note(self, batch: Batch, samples: Samples) -> None:
@@ -69,7 +134,7 @@ class Run(Folder):
         self.groups += _groups(batch, samples)
 
     def save(self, moments: Moments, samples: Samples) -> None:
-        """Replace the checkpoint."""
+        """Replace the checkpoint, and with it those that were taken over."""
         moments.skipped = samples.skipped
         meta, tensors = pack(moments)
         unpacked(unpack, meta, tensors, f"cannot write {self.file}")  # or nobody could go on from it
@@ -77,8 +142,12 @@ class Run(Folder):
             tensors[name] = torch.tensor(getattr(self, name), dtype=torch.int64)
         values = {"settings": settings_of(moments), "signed": samples.signed, "moments": meta}
         save_tensors(self.file, KIND, values, tensors)
+        for file in self.taken:
+            if file != self.file:
+                file.unlink(missing_ok=True)
+        self.taken = []
 
-    def _check_data(self, moments: Moments, samples: Samples) -> None:
+    def _check_data(self, moments: Moments, labels: list[int], groups: list[int], samples: Samples) -> None:
         """Look at some samples again; a stream, which is read up to here anyway, is looked at in passing."""
         if not samples.indexed:
             return
@@ -90,7 +159,7 @@ class Run(Folder):
                 seen = (int(found.digests[0]), *_digests(found.y, 1), *_groups(found, samples))
             except (DataError, IndexError):
                 seen = None
-            if seen != (int(moments.digests[row]), self.labels[row], self.groups[row]):
+            if seen != (int(moments.digests[row]), labels[row], groups[row]):
                 raise DataError(
                     f"sample {index} of {samples.name} is not what it was when {self.path} was begun: "
                     "put the images, labels and groups back, or use a new run directory"
@@ -103,8 +172,26 @@ class Run(Folder):
                 y = torch.as_tensor(np.asarray(samples.labels))[own]
         except (TypeError, ValueError, RuntimeError):  # none, or not numbers
             return
-        if _digests(y, len(own)) != self.labels:
+        if _digests(y, len(own)) != labels:
             raise DataError(f"the labels are not what they were when {self.path} was begun")
+
+
+def _distrusted(file: Path, error: Exception) -> TrueupError:
+    why = f"{file} cannot be trusted ({line(error, 300)})"
+    return TrueupError(f"{why}: delete it, and what it holds is measured again")
+
+
+def _known(moments: Moments) -> dict[int, int]:
+    return dict(zip(moments.indices.tolist(), moments.digests.tolist(), strict=True))
+
+
+def _indices(file: Path) -> frozenset[int]:
+    """Which images a file holds, without the rest of it."""
+    try:
+        with safe_open(file, framework="pt") as content:
+            return frozenset(content.get_tensor("indices").tolist())
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise _distrusted(file, error) from None
 
 
 def _unpack(

@@ -1,15 +1,17 @@
 """Shares of the images: of the ranks of one job, or of processes that never meet.
 
 Whole batches of one process are dealt: blocks of images in the order in which it would use them. An image has
-its noise from its index, so that n shares are the images and the noise of one process, whatever n is. Ranks
-read their own images alone and tell each other digests; processes that never meet each read all of them.
+its noise from its index, so that what a network says of an image is the same to the bit, however many shares
+there are. Only the order differs in which sums are added. Ranks read their own images alone and tell each
+other digests; processes that never meet each read all of them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,6 @@ import torch
 from trueup import distributed
 from trueup.errors import DataError, TrueupError
 from trueup.estimate.moments import Moments
-from trueup.estimate.run import settings_of
 from trueup.estimate.stored import SUMS
 from trueup.images import Samples
 
@@ -33,6 +34,31 @@ def checked_share(share: Any) -> tuple[int, int]:
     return share[0], share[1]
 
 
+def dealing(share: tuple[int, int]) -> Callable[[int], bool]:
+    """Which blocks are this process's: those of a share by their number, of ranks every n-th that is left."""
+    if share[1] > 1:
+        return lambda block: block % share[1] == share[0] - 1
+    turn, rank, size = count(), distributed.rank(), distributed.size()
+    return lambda block: next(turn) % size == rank
+
+
+def in_share(expected: int, size: int, share: tuple[int, int]) -> int:
+    """How many of the images are in a share, of blocks of this size.
+
+    >>> in_share(10, 4, (1, 2)), in_share(10, 4, (2, 2))
+    (6, 4)
+    """
+    return sum(
+        min(size, expected - first) for first in range((share[0] - 1) * size, expected, share[1] * size)
+    )
+
+
+def in_order(moments: Moments) -> Moments:
+    """With samples listed by index, whoever measured which and when."""
+    order = moments.indices.argsort()
+    return replace(moments, indices=moments.indices[order], digests=moments.digests[order])
+
+
 def merge(parts: Sequence[Moments]) -> Moments:
     """The moments of shares together; they must be of one model, measured alike, and share no image."""
     if not parts:
@@ -40,17 +66,7 @@ def merge(parts: Sequence[Moments]) -> Moments:
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    return replace(total, skipped=list(dict.fromkeys(total.skipped)))  # each saw all that was left out
-
-
-def agree(moments: Moments, samples: Samples) -> None:
-    """Raise, on every rank, if ranks were given other settings, weights or data."""
-    said = distributed.gather({**settings_of(moments), **_data(samples)})
-    for rank, theirs in enumerate(said):
-        other = [name for name in said[0] | theirs if said[0].get(name) != theirs.get(name)]
-        if other:
-            problem = f"rank {rank} was given another {' and another '.join(other)} than rank 0"
-            raise TrueupError(f"{problem}: start all ranks with the same command, model and images")
+    return in_order(replace(total, skipped=list(dict.fromkeys(total.skipped))))  # each saw all left out
 
 
 def of_all_ranks(moments: Moments, samples: Samples) -> Moments:
@@ -60,12 +76,9 @@ def of_all_ranks(moments: Moments, samples: Samples) -> Moments:
     other = next((rank for rank, (*_, walked) in enumerate(said) if walked != said[0][3]), None)
     if other is not None:
         raise DataError(f"rank {other} has read other images than rank 0: give all ranks the same")
-    # In the order of one process.
-    indices, digests = (torch.cat([one[i] for one in said]).long() for i in (0, 1))
-    order = samples.places(indices).argsort()
-    indices, digests = indices[order], digests[order]
+    indices, digests = (torch.cat([one[i] for one in said]) for i in (0, 1))
     if len(indices.unique()) != len(indices):
-        raise DataError("an image was measured by two ranks: use a new run directory")
+        raise DataError("an image was measured by two ranks: give all ranks the same images")
     distributed.add(getattr(moments, name) for name in SUMS)
     if moments.conditions is not None:
         distributed.add((moments.conditions.total, moments.conditions.gram, moments.conditions.sums))
@@ -77,7 +90,7 @@ def of_all_ranks(moments: Moments, samples: Samples) -> Moments:
     return replace(moments, provenance=provenance, **noted)
 
 
-def _data(samples: Samples) -> dict[str, Any]:
+def told_of(samples: Samples) -> dict[str, Any]:
     """What can be said of the data before it is read: which images, and a look at some of them."""
     images = samples.images
     found: dict[str, Any] = {"choice of images": (images.count, images.seed, images.offset, images.skip_bad)}

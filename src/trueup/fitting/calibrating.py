@@ -39,7 +39,6 @@ def calibrate(
     per_embedding: bool = False,
     seed: int = 0,
     run: str | PathLike[str] | None = None,
-    ranks: bool = False,
     trust: bool = False,
     progress: bool | None = None,
 ) -> Calibration:
@@ -65,8 +64,8 @@ def calibrate(
     calibrate even if the network seems to be used wrongly. progress: show a bar; by default a bar in a
     terminal and a line now and then elsewhere.
 
-    ranks: all ranks of the process group that torch.distributed has initialised call this; they share the
-    images, the first does the rest, and all return the same. Else a process works for itself.
+    The ranks of a job that work together (`with trueup.distributed.together(): ...`) share all of this, and
+    all return the same.
     """
     check_names(family, estimator)
     numbers = None if nfe is None else checked_numbers(nfe)
@@ -78,23 +77,19 @@ def calibrate(
     named = isinstance(per_class, Sequence)
     classes = list(per_class) if named else classes_of(data, denoiser) if per_class else ()  # type: ignore[arg-type]
     measuring: dict[str, Any] = {"levels": levels, "classes": classes, "trust": trust}
-    measuring |= {"per_embedding": per_embedding, "ranks": ranks}
+    measuring |= {"per_embedding": per_embedding}
     moments = measure(denoiser, data, seed=seed, run=run, progress=progress, **measuring)
-
-    def finished() -> Calibration:
-        calibration = fit(moments, family=family, estimator=estimator)
-        if once:  # its labels are gone, so that samples cannot judge
-            return calibration
-        of_data = labels_of(data, denoiser)
-        calibration = judge(denoiser, calibration, labels=of_data, seed=seed, progress=progress)
-        if numbers is None:
-            return calibration
-        how: dict[str, Any] = {"labels": of_data if labels is None else labels, "guidance": guidance}
-        how |= {"trajectories": trajectories, "seed": seed, "progress": progress}
-        where = None if run is None else Path(run) / "solvers"
-        return fit_solver(denoiser, calibration, nfe=numbers, run=where, **how)
-
-    return distributed.by_first(finished) if ranks else finished()
+    calibration = distributed.by_first(lambda: fit(moments, family=family, estimator=estimator))
+    if once:  # its labels are gone, so that samples cannot judge
+        return calibration
+    of_data = labels_of(data, denoiser)
+    calibration = judge(denoiser, calibration, labels=of_data, seed=seed, progress=progress)
+    if numbers is None:
+        return calibration
+    how: dict[str, Any] = {"labels": of_data if labels is None else labels, "guidance": guidance}
+    how |= {"trajectories": trajectories, "seed": seed, "progress": progress}
+    where = None if run is None else Path(run) / "solvers"
+    return fit_solver(denoiser, calibration, nfe=numbers, run=where, **how)
 
 
 def labels_of(data: Any, denoiser: Denoiser) -> DataLabels | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from trueup import distributed
 from trueup.calibration import Attachment, Calibration, Drawn
 from trueup.denoiser import Denoiser
 from trueup.fitting.look import OWN_STREAM, look_at
@@ -72,7 +73,8 @@ def judge(
     told = {"miss": found, "trajectories": trajectories, "evaluations": INTERVALS + 1}
     kept = tuple(drawn[form] for form in dict.fromkeys(("none", chosen)))
     provenance = {**calibration.provenance, "samples": told}
-    return replace(calibration, gains=chosen, provenance=provenance, drawn=kept)
+    judged = replace(calibration, gains=chosen, provenance=provenance, drawn=kept)
+    return distributed.by_first(lambda: judged)
 
 
 def choose(misses: dict[str, Miss]) -> str:

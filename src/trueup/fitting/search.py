@@ -15,6 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from trueup import distributed
 from trueup.fitted import FittedSolver
 from trueup.fitting.moments import seen, whitened
 from trueup.fitting.regress import fitted
@@ -82,7 +83,9 @@ def search_cost(nfe: int) -> int:
 
 def _best(found: list[tuple[float, FittedSolver]]) -> list[FittedSolver]:
     """By their errors, smallest first; without those that are not finite."""
-    return [one for error, one in sorted(found, key=lambda pair: pair[0]) if math.isfinite(error)]
+    errors = distributed.by_first(lambda: [error for error, _ in found])  # or ranks might go different ways
+    order = sorted(range(len(found)), key=errors.__getitem__)
+    return [found[place][1] for place in order if math.isfinite(errors[place])]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trueup import distributed
 from trueup.calibration import Attachment, Calibration, as_calibration
 from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
@@ -80,16 +81,18 @@ def fit_solver(
     attachment = Attachment(denoiser, found)  # or say that it belongs to another model
     corrected = nullcontext() if found.empty else attachment
     fitter = Fitter(denoiser, found, trajectories, labels, guidance, seed, progress, numbers)
-    kept_run = Kept(run, {**denoiser.identity(), **fitter.settings(), "calibration": found.identity})
-    with kept_run:
-        made = [solver for solver in kept_run.solvers() if solver.nfe in numbers]
+    settings = {**denoiser.identity(), **fitter.settings(), "calibration": found.identity}
+    with Kept(run if distributed.rank() == 0 else None, settings) as kept_run:
+        before = distributed.by_first(kept_run.solvers)
+        made = [solver for solver in before if solver.nfe in numbers]
         left = [number for number in numbers if number not in {solver.nfe for solver in made}]
         if left:
             with corrected, fitter:
                 fitter.start(kept_run)
                 for done, number in enumerate(left):
                     fitter.expect(left[done:])
-                    made.append(fitter.fit(number))
+                    solver = fitter.fit(number)
+                    made.append(distributed.by_first(lambda solver=solver: solver))  # type: ignore[misc]
                     kept_run.keep_solvers(found, made)
                 fitter.expect([])
         if not keep:
@@ -164,7 +167,7 @@ class Fitter:
 
     def start(self, kept: Kept) -> None:
         """Make the trajectories, or take those that an interrupted fit has kept."""
-        teacher = kept.teacher()
+        teacher = distributed.by_first(kept.teacher)
         if teacher is None:
             with self._rows(slice(self.count)) as network:
                 teacher = Teacher.of(network, self.seed, intervals=self.intervals, finer_than=self.most)

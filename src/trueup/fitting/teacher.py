@@ -22,8 +22,11 @@ _HUGE = 1e6  # beyond all data: what is fitted to it could not be kept
 
 
 def deal(network: Network, count: int, seed: int) -> None:
-    """Make it the network of trajectories 0 to count, labels from all over the list however it is sorted."""
-    network.seed, network.index = seed, torch.arange(count)
+    """Make it the network of trajectories 0 to count, labels from all over the list however it is sorted.
+
+    Ranks that work together all follow them, and share the evaluations.
+    """
+    network.seed, network.index, network.shared = seed, torch.arange(count), True
     if network.y is not None:
         order = torch.randperm(len(network.y), generator=torch.Generator().manual_seed(seed))
         network.y = network.y[order[network.index % len(order)]]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trueup.errors import ArtifactError, DataError, MismatchError
 from trueup.files import line, load_tensors, save_tensors
-from trueup.metrics.features import Features, look_at
+from trueup.metrics.features import FeatureBatch, Features, look_at
 from trueup.metrics.gaussian import GaussianStatistics
 from trueup.stored import Bounds, check_tensors, whole
 
@@ -54,10 +54,17 @@ class Reference:
         >>> Reference.build(Pixels(), batches, fingerprint="random").count
         10
         """
+        seen = (look_at(batch, features) for batch in batches)
+        return cls.of(features, seen, fingerprint=fingerprint, limit=limit)
+
+    @classmethod
+    def of(
+        cls, features: Features, seen: Iterable[FeatureBatch], *, fingerprint: str = "", limit: int = LIMIT
+    ) -> Reference:
+        """The same of what `features` made of batches of images, with their colours (`look_at`)."""
         pooled, spatial = GaussianStatistics(), GaussianStatistics()
         rows, colours = [], []
-        for batch in batches:
-            found = look_at(batch, features)
+        for found in seen:
             rows.append(found.pooled[: max(0, limit - pooled.count)].float())
             pooled.update(found.pooled)
             if found.spatial is not None:

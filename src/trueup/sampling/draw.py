@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trueup import distributed
 from trueup.calibration import Attachment, Calibration, as_calibration
 from trueup.denoiser import Denoiser
 from trueup.errors import Argument, ModelError, TrueupError
@@ -71,7 +72,7 @@ def sample(
     """
     how: dict[str, Any] = {"solver": solver, "nfe": nfe, "calibration": calibration, "labels": labels}
     how |= {"guidance": guidance, "seed": seed, "progress": progress}
-    return torch.cat([x.cpu() for _, x in sample_batches(model, count, **how)])
+    return torch.cat([x for _, x in sample_batches(model, count, make=lambda x: x.cpu(), **how)])
 
 
 def sample_batches(
@@ -87,10 +88,12 @@ def sample_batches(
     seed: int = 0,
     progress: bool | None = None,
     description: str = "sampling",
-) -> Iterator[tuple[Tensor, Tensor]]:
+    make: Callable[[Tensor], Any] = lambda x: x,
+) -> Iterator[tuple[Tensor, Any]]:
     """`sample` in batches of (index, x), images `start` to `count`, on the model's device.
 
-    Mistakes are said at once. The model is corrected only while a batch is being drawn.
+    Mistakes are said at once. The model is corrected only while a batch is being drawn. make: what to make of
+    each x; on the CPU, if ranks work together, who then draw a batch each and have those of all.
     """
     denoiser = as_denoiser(model)
     for name, value, least in (("count", count, 1), ("start", start, 0)):
@@ -105,20 +108,23 @@ def sample_batches(
     attachment = None if calibration is None else Attachment(denoiser, calibration)  # checked, and off
     total = None if evaluations is None else evaluations * (count - start)
 
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        size = denoiser.batch_size
+    def drawn(index: Tensor) -> Any:
+        network.index = index
+        if classes is not None:
+            network.y = classes[index % len(classes)]
+        with attachment.at_work() if attachment is not None else nullcontext():
+            x = draw(chosen, network, nfe)
+        return make(x)
+
+    def batches() -> Iterator[tuple[Tensor, Any]]:
+        size, ranks = denoiser.batch_size, distributed.size()
         with ExitStack() as stack:
             if attachment is not None:
                 stack.callback(attachment.remove)
             bar = stack.enter_context(Progress(total, description, show=progress))
-            network.seed, network.advance = seed, bar.update
-            for first in range(start, count, size):
-                network.index = index = torch.arange(first, min(first + size, count))
-                if classes is not None:
-                    network.y = classes[index % len(classes)]
-                with attachment.at_work() if attachment is not None else nullcontext():
-                    x = draw(chosen, network, nfe)
-                yield index, x
+            network.seed, network.advance = seed, lambda rows: bar.update(rows * ranks)  # all go as fast
+            indices = (torch.arange(i, min(i + size, count)) for i in range(start, count, size))
+            yield from distributed.dealt(indices, drawn)
 
     return batches()
 

@@ -59,15 +59,16 @@ def generate(
     def batches(start: int) -> Any:
         own = mix(seed ^ _OWN_STREAM)
         how: dict[str, Any] = {"solver": chosen, "nfe": nfe, "labels": classes, "progress": progress}
-        return sample_batches(denoiser, count, start=start, seed=own, description="generating", **how)
+        how |= {"description": "generating", "make": picture}
+        return sample_batches(denoiser, count, start=start, seed=own, **how)
 
     def picture(x: Tensor) -> Tensor:
         return pictures(x, denoiser.data_range) if denoiser.data_range is not None else x.cpu()
 
     if folder is None:
-        return Generated(torch.cat([picture(x) for _, x in batches(0)]), classes, origin)
+        return Generated(torch.cat([made for _, made in batches(0)]), classes, origin)
     batches(0)  # mistakes are said before there is a folder
     kept = Kept(Path(folder), settings)
-    for index, x in batches(min(kept.done, count)):
-        kept.add(index, images=picture(x))
+    for index, made in batches(min(kept.done, count)):
+        kept.add(index, images=made)
     return Generated(kept.tensors(count)["images"], classes, origin)

@@ -2,7 +2,8 @@
 
 What is drawn goes into a folder at once. Its `samples.json` says how it was made and lists the files that are
 ours, each before it is written: those are replaced or deleted when need be, nothing else there ever is.
-A folder of PNGs is that folder; for one file it lies beside it until the file is written.
+A folder of PNGs is that folder; for one file it lies beside it until the file is written. Of ranks that work
+together the first writes and reads.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from trueup import distributed
 from trueup.errors import Argument, ArtifactError, TrueupError
 from trueup.files import Folder, line, load_tensors, printable, save_tensors, write
 
@@ -39,6 +41,11 @@ class Kept:
         self.folder = folder
         self.settings: dict[str, Any] = json.loads(json.dumps(settings, default=_told))
         self._files: dict[str, None] = {}  # those that are ours, in the order they were written
+        self.done = distributed.by_first(lambda: self._open(force))
+
+    def _open(self, force: bool) -> int:
+        """Make the folder ours; how many samples are in it."""
+        folder = self.folder
         if folder.is_symlink():
             raise TrueupError(f"{folder} is a symbolic link: name the folder itself")
         try:
@@ -50,9 +57,8 @@ class Kept:
             self._delete_leftovers()
         except OSError as error:
             raise TrueupError(f"cannot use {folder}: {error.strerror or error}") from None
-        self.done = self._count() if made_with == self.settings else 0
         if made_with == self.settings:
-            return
+            return self._count()
         if made_with is not None and self._count() and not force:
             names = sorted({*made_with, *self.settings})
             other = " and another ".join(n for n in names if made_with.get(n) != self.settings.get(n))
@@ -62,6 +68,7 @@ class Kept:
             self._save_note(None)  # whatever happens now, nobody takes the old ones for new
             self._delete()
         self._save_note(self.settings)
+        return 0
 
     def _read_note(self) -> dict[str, Any] | None:
         """The settings it was made with, None where those were being replaced."""
@@ -122,21 +129,26 @@ class Kept:
             self._files |= dict.fromkeys(names)
             self._save_note(self.settings)
 
-    def add_pictures(self, index: Tensor, images: Tensor) -> None:
-        """Keep a batch of pictures (B, C, H, W) as a PNG each."""
-        files = {f"{i:06d}.png": png(image) for i, image in zip(index.tolist(), images, strict=True)}
+    def add_pictures(self, index: Tensor, images: Tensor | list[bytes]) -> None:
+        """Keep a batch of pictures (B, C, H, W) as a PNG each; or these."""
+        self.done = max(self.done, int(index[-1]) + 1)
+        if distributed.rank() > 0:
+            return
+        contents = [image if isinstance(image, bytes) else png(image) for image in images]
+        files = {f"{i:06d}.png": content for i, content in zip(index.tolist(), contents, strict=True)}
         self._claim(list(files))
         for name, content in files.items():
             write(self.folder / name, content)
-        self.done = max(self.done, int(index[-1]) + 1)
 
     def add(self, index: Tensor, **tensors: Tensor) -> None:
         """Keep a batch, or whatever was made of it: tensors with a row for every sample."""
         first, last = int(index[0]), int(index[-1])
+        self.done = max(self.done, last + 1)
+        if distributed.rank() > 0:
+            return
         name = f"{first:06d}-{last:06d}.safetensors"
         self._claim([name])
         save_tensors(self.folder / name, _KIND, self._about(name), tensors)
-        self.done = max(self.done, last + 1)
 
     def _about(self, name: str) -> dict[str, Any]:
         """What a file says of itself: one of another run, or another's rows, is not taken for it."""
@@ -158,7 +170,11 @@ class Kept:
         return part
 
     def tensors(self, count: int) -> dict[str, Tensor]:
-        """The rows of the first `count` samples."""
+        """The rows of the first `count` samples, on every rank."""
+        return distributed.by_first(lambda: self.read(count))
+
+    def read(self, count: int) -> dict[str, Tensor]:
+        """The rows of the first `count` samples, for who has the folder."""
         parts: list[dict[str, Tensor]] = []
         covered = 0
         for name in sorted(filter(self._has, self._files), key=_rows):
@@ -238,18 +254,22 @@ class Output:
             raise TrueupError(f"{path.parent} is not a directory: make it first")
         self.kept = Kept(Path(f"{path}.run") if self.one_file else path, settings, force=force)
 
-    def add(self, index: Tensor, images: Tensor) -> None:
-        """Keep a batch."""
+    def prepared(self, images: Tensor) -> Any:
+        """A batch as it is kept: the PNG of each, or for one file the batch itself."""
+        return images if self.one_file else [png(image) for image in images]
+
+    def add(self, index: Tensor, prepared: Any) -> None:
+        """Keep a batch that was `prepared`."""
         if self.one_file:
-            self.kept.add(index, images=images)
+            self.kept.add(index, images=prepared)
         else:
-            self.kept.add_pictures(index, images)
+            self.kept.add_pictures(index, prepared)
 
     def finish(self) -> None:
         """Write the one file, and remove what it was made of."""
-        if not self.one_file:
+        if not self.one_file or distributed.rank() > 0:
             return
-        images = self.kept.tensors(self.count)["images"]
+        images = self.kept.read(self.count)["images"]
         if self.kind == ".png":
             write(self.path, png(grid(images)))
         else:
