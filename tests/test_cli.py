@@ -194,7 +194,7 @@ def test_a_run_with_other_settings_or_images_is_refused(model, images, some, tmp
     refused(trueup_command(*base, "--data", some), "sample 0 of", "not what it was")
     checkpoint = Path(f"{out}.run") / "checkpoint.safetensors"
     checkpoint.write_bytes(checkpoint.read_bytes()[:500])
-    refused(trueup_command(*base, "--data", some), "cannot be trusted", "to start over")
+    refused(trueup_command(*base, "--data", some), "cannot be trusted", "measured again")
     assert out.read_bytes() == before
 
 
