@@ -2,7 +2,9 @@
 
 import argparse
 import ast
+import contextlib
 import functools
+import importlib
 import inspect
 import re
 import shlex
@@ -12,6 +14,7 @@ import sys
 from importlib.metadata import metadata
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import diffusers
 import numpy as np
@@ -136,6 +139,9 @@ def test_names_exist_and_take_what_they_are_given(page):
     for name, keywords in named(page):
         found = trueup
         for part in name.split(".")[1:]:
+            if isinstance(found, ModuleType) and not hasattr(found, part):  # a module nobody imported yet
+                with contextlib.suppress(ModuleNotFoundError):
+                    importlib.import_module(f"{found.__name__}.{part}")
             assert hasattr(found, part), f"{page}: there is no {name}"
             found = getattr(found, part)
         unknown = set(keywords) - set(inspect.signature(found).parameters) if keywords else ()
