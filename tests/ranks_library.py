@@ -38,7 +38,10 @@ def main(model, other_model, images, other_images, out):
         )
         measure(opened(), images_of(count=2), **quiet).save(out / f"fewer.{rank}")
     if rank == 0:
-        measure(opened(), images_of(), **quiet).save(out / "alone")
+        measure(opened(), images_of(), run=out / "run-alone", **quiet).save(out / "alone")
+    for count in (8, 16):  # each for itself, and on from its own
+        own = measure(opened(), images_of(count=count), run=out / f"run-of-{rank}", **quiet)
+    own.save(out / f"own.{rank}")
 
     attempt("seed", opened(), images_of(), seed=rank)
     attempt("weights", opened(other_model if rank == 1 else model), images_of())

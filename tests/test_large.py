@@ -89,7 +89,7 @@ def test_moments_of_25_levels_take_a_fifth_of_a_gigabyte(shape):
 
 
 def test_grids_that_no_file_could_hold_are_refused():
-    with pytest.raises(trueup.TrueupError, match="at most 16,777,216 places"):
+    with pytest.raises(trueup.TrueupError, match="at most 4,194,304 places"):
         Bands.of((1, 2**13, 2**13))
 
 
@@ -244,3 +244,19 @@ def test_a_large_sample_goes_through_calibrate_samples_and_solver(low, gains, tm
     ours, theirs = (trueup.sample(denoiser, 4, nfe=3, calibration=c, progress=False) for c in (cal, kept))
     assert torch.isfinite(ours).all()
     assert torch.allclose(ours, theirs, atol=1e-4)  # a file keeps single precision
+
+
+def test_embeddings_of_samples_of_which_some_bands_are_not_kept(low):
+    """The lowest bands up to the first that holds nothing: those beyond it would have no mean."""
+    generator, shape = torch.Generator().manual_seed(0), (2, 16, 12)
+    x, c = torch.randn(60, *shape, generator=generator), torch.randn(60, 6, generator=generator)
+
+    def said(x, t, y):
+        return 0.9 * x + 0.3 * y[:, :1, None, None]
+
+    process = trueup.process.DiscreteVP.linear()
+    net = trueup.Denoiser(said, process, "noise", shape, data_range=None, conditional=True)
+    how = {"levels": [300, 500, 700], "per_embedding": True, "trust": True, "progress": False}
+    moments = trueup.estimate.measure(net, trueup.Images(x, labels=c), **how)
+    assert (moments.bands.kept == 0).any()
+    assert trueup.estimate.fit(moments).conditions is not None

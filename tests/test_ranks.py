@@ -346,6 +346,8 @@ def test_every_rank_has_the_moments_of_all(job, model, images, name, count, mean
 
 def test_a_rank_may_measure_alone(job, model, images):
     assert_same(Moments.load(job / "alone"), alone(model, images, 100))
+    for rank in range(3):
+        assert Moments.load(job / f"own.{rank}").images == 16
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import Tensor
 from trueup.errors import TrueupError
 
 WHOLE = 2**16  # values of a sample up to which means are kept of every coefficient
-MOST_PLACES = 2**24  # places of a grid
+MOST_PLACES = 2**22  # places of a grid: whoever opens a file makes tables of some 50 bytes each
 KEPT = 16_000  # of larger ones: so many means, all channels together
 _PERIODS = (16, 8, 4, 2)  # of patterns that repeat, as patches do
 _COMB = 1 / 3  # of an axis's frequencies that may be theirs

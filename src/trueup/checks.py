@@ -90,8 +90,6 @@ def started_by_launcher(options: argparse.Namespace) -> bool:
         raise TrueupError(f"{alone}: start it without a launcher")
     if shard is not None:
         raise TrueupError("--shard is for processes without a launcher, which splits the images itself")
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        options.force = True  # what is there by now, this very job has written
     return True
 
 

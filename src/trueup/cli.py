@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         run = getattr(options, "run", None)
-        print(f"\ntrueup: interrupted{_kept(run) if run else ''}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"\ntrueup: interrupted{_kept(run) if run else ''}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

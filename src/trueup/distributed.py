@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -105,14 +106,20 @@ class _Failed(NamedTuple):
 
 
 def _failed(error: Exception) -> _Failed:
-    known = isinstance(error, TrueupError)
-    return _Failed(error if known else TrueupError(f"{type(error).__name__}: {line(error, 300)}"))  # type: ignore[arg-type]
+    if isinstance(error, TrueupError):
+        return _Failed(error)
+    if os.environ.get("TRUEUP_DEBUG"):
+        traceback.print_exception(error)
+    kind = f"{type(error).__name__}: {line(error, 300)}"
+    return _Failed(TrueupError(f"{kind} (TRUEUP_DEBUG=1 shows where)"))
 
 
 def gather(value: Any) -> list[Any]:
     """What every rank says, by rank, on every rank; if one of them failed, its error."""
-    if not _initialized() or dist.get_world_size() == 1:
-        return [value]
+    return _gather(value) if size() > 1 else [value]
+
+
+def _gather(value: Any) -> list[Any]:
     said: list[Any] = [None] * dist.get_world_size()
     with _heard():
         dist.all_gather_object(said, value, group=_group())
@@ -138,9 +145,10 @@ def _heard() -> Iterator[None]:
 
 
 def wait() -> None:
-    """Until all ranks are here, as far as they live."""
+    """Until all ranks of the job are here, as far as they live."""
     with suppress(TrueupError):
-        gather(None)
+        if _initialized():
+            _gather(None)
 
 
 def agree(given: Mapping[str, Any]) -> None:
@@ -172,6 +180,9 @@ def together() -> Iterator[None]:
     try:
         try:
             yield
+        except BrokenPipeError:  # nobody reads what this rank prints: that is no failure of the job
+            gather(None)
+            raise
         except Exception as error:
             if size() == 1 or getattr(error, "rank", None) is not None:
                 raise

@@ -143,7 +143,9 @@ def samplers(options: argparse.Namespace) -> int:
             draw_samplers(found, options.figure)
         say(options, f"wrote {options.figure}")
     if options.output is not None:
-        write(options.output, f"{json.dumps(found.as_json(), indent=2)}\n".encode())
+        if shared.first():
+            write(options.output, f"{json.dumps(found.as_json(), indent=2)}\n".encode())
+        say(options, f"wrote {options.output}")
     show(options, found.as_json(), f"verdict: {found.verdict()}" if options.quiet else found.table())
     return 0
 

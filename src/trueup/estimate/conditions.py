@@ -44,7 +44,8 @@ class Conditions:
         cls, projection: Projection, conditions: int, cells: tuple[int, int], channels: int, bands: Bands
     ) -> Conditions:
         """No evaluations yet, of so many folds and levels."""
-        low = max(1, int((bands.kept.cumsum(0) <= COEFFICIENTS).sum()))
+        few = (bands.kept.cumsum(0) <= COEFFICIENTS) & (bands.kept > 0)
+        low = max(1, int(few.int().cumprod(0).sum()))
         kept, q = int(bands.kept[:low].sum()), projection.count
         sizes = ((q,), (q, q), (q, 3, channels, kept))
         sums = [torch.zeros(*cells, *size, dtype=torch.float64) for size in sizes]
