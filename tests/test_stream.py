@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import random
+import subprocess
+import sys
 import tarfile
 import threading
 import time
@@ -69,8 +71,8 @@ def write_shards(folder, shards=3, each=4, told=("cls", "txt")):
     return folder
 
 
-def samples_of(source, vocabulary=None, conditional=False, **images) -> Samples:
-    how = {"conditional": conditional or vocabulary is not None, "vocabulary": vocabulary}
+def samples_of(source, vocabulary=None, conditional=None, **images) -> Samples:
+    how = {"conditional": conditional if vocabulary is None else True, "vocabulary": vocabulary}
     return Samples(Images(source, **images), SHAPE, PIXELS, **how)
 
 
@@ -317,6 +319,31 @@ def test_members_that_cannot_be_used_are_named_or_left_out(tmp_path, monkeypatch
         everything(samples_of(path))
 
 
+@pytest.mark.parametrize(
+    "note", [{"1.json": b"{broken"}, {"1.txt": b"\xff\xfe"}, {"1.txt": b"x" * (2**20 + 1)}]
+)
+def test_a_note_that_cannot_be_read_is_named_or_left_out_where_it_is_wanted(tmp_path, note):
+    files = {f"{k}.png": encoded(k) for k in range(3)}
+    path = write_tar(tmp_path / "a.tar", {**files, "0.txt": b"a", "2.txt": b"c", **note})
+    data = samples_of(path, texts := Texts(), skip_bad=True)
+    assert torch.equal(everything(data)[0], planes([0, 2]))
+    assert texts.said == ["a", "c"]
+    assert len(data.skipped) == 1
+    assert "a.tar: 1.png, its" in data.skipped[0]
+    with pytest.raises(DataError, match=r"a.tar: 1.png, its"):
+        everything(samples_of(path, Texts()))
+    assert torch.equal(everything(samples_of(path, conditional=False))[0], planes(range(3)))
+
+
+def test_names_that_look_like_something_else(tmp_path):
+    (tmp_path / "run{1}").mkdir()
+    path = write_tar(tmp_path / "run{1}" / "x.tar", {"x.png": encoded(4)})
+    assert torch.equal(everything(samples_of(path))[0], planes([4]))
+    for drive in "cC":
+        with pytest.raises(DataError, match=f"{drive}:/data/0.tar is not there"):
+            samples_of(f"{drive}:/data/{{0..1}}.tar")
+
+
 # Reading ahead
 
 
@@ -358,12 +385,52 @@ def test_an_error_while_reading_ahead_is_said_when_its_turn_comes():
 
 
 def test_threads_end_with_what_they_read_for():
-    before = threading.active_count()
+    before = set(threading.enumerate())
     data = Samples(Stream([pixels(k) for k in range(50)]), SHAPE, PIXELS)
     batches = data.batches(4)
     next(batches)
     batches.close()
-    assert threading.active_count() == before
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+    assert set(threading.enumerate()) <= before
+    assert loading._leaving <= before
+
+
+def test_an_interruption_does_not_wait_for_a_slow_stream():
+    code = """if True:
+        import os, signal, threading, time
+        from trueup.images import loading
+
+        def slow():
+            yield 0
+            threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+            time.sleep(100)
+
+        try:
+            print(list(loading.ahead(slow(), lambda item: item, wanted=lambda: 9, depth=4)))
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+
+
+def test_a_dataset_is_asked_by_one_thread_at_a_time():
+    asking, most = threading.Semaphore(1), []
+
+    def slow():
+        for k in range(4):
+            most.append(asking.acquire(blocking=False))
+            time.sleep(0.1)
+            asking.release()
+            yield k
+
+    how = {"wanted": lambda: 4, "depth": 2}
+    left = loading.ahead(slow(), lambda item: item, **how)
+    next(left)
+    left.close()
+    assert list(loading.ahead(slow(), lambda item: item, **how)) == [0, 1, 2, 3]
+    assert all(most)
 
 
 # Streams
@@ -529,13 +596,6 @@ def test_ranks_go_on_where_they_were():
     assert not {index for one in read for index in one} & {int(i) for k in (0, 1, 3) for i in whole[k].index}
 
 
-def test_samples_by_their_indices(tmp_path):
-    data = samples_of(write_shards(tmp_path / "s"), count=5, offset=100)
-    (first, second) = data.rows([107, 103, 100], 2)
-    assert first.index.tolist() == [107, 103]
-    assert torch.equal(torch.cat([first.x0, second.x0]), planes([7, 3, 0]))
-
-
 # Through and through
 
 
@@ -555,6 +615,19 @@ def test_shards_are_measured_like_the_array_they_hold(tmp_path):
     assert more.images == 30
     cal = trueup.estimate.fit(ours)
     assert "images: 20, drawn with seed 0 from 30 images in 3 shards" in cal.summary()
+
+
+def test_shards_are_listed_once_for_a_run(tmp_path, monkeypatch):
+    net = Denoiser(
+        lambda x, t, y: 0.9 * x, ContinuousVP(), "noise", SHAPE, data_range=(-1, 1), conditional=True
+    )
+    folder, listed, whole = write_shards(tmp_path / "s", each=8), [], shards._list_shard
+    monkeypatch.setattr(shards, "_list_shard", lambda path, *a: listed.append(path.name) or whole(path, *a))
+    for _ in range(2):
+        shards._known.clear()  # as in another process
+        how = {"levels": [0.2, 0.7], "run": tmp_path / "run", "trust": True, "progress": False}
+        trueup.calibrate(net, Images(folder), per_class=True, **how)
+        assert sorted(listed) == ["000.tar", "001.tar", "002.tar"]
 
 
 def test_shards_from_the_command_line(tmp_path):

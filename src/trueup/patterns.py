@@ -29,7 +29,9 @@ def shard_files(source: str | PathLike[str]) -> list[Path]:
     """The files that a path or a pattern names, 'shards/{000..127}.tar' or 'shards/*.tar'."""
     text = str(source)
     found: list[Path] = []
-    if re.match(r"[a-z0-9]+:", text) and not Path(text).exists():
+    if Path(text).is_file():  # whatever is in its name
+        return [Path(text)]
+    if re.match(r"[a-z0-9]{2,}:", text):  # one letter is a drive
         raise DataError(printable(f"{text} is no file: fetch the shards first, or pass an iterable"))
     for name in _expanded(text):
         if len(found) > MOST:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from trueup.denoiser import Denoiser
 from trueup.errors import DataError
 from trueup.estimate import classes_of, fit, measure
 from trueup.estimate.measuring import IMAGES, NEEDS_LABELS
+from trueup.estimate.run import SHARDS
 from trueup.estimate.solve import check_names
 from trueup.fitting.gains import TRAJECTORIES, judge
 from trueup.fitting.moments import DataLabels
 from trueup.fitting.solve import checked_numbers, fit_solver
 from trueup.hf import as_denoiser
-from trueup.images import open_images
+from trueup.images import as_images, open_images
 
 
 def calibrate(
@@ -70,6 +72,9 @@ def calibrate(
     check_names(family, estimator)
     numbers = None if nfe is None else checked_numbers(nfe)
     denoiser = as_denoiser(model)
+    data = as_images(data, IMAGES)
+    if run is not None and data.index is None:
+        data = replace(data, index=Path(run) / SHARDS)
     once = denoiser.conditional and isinstance(open_images(data, denoiser).source, Iterator)
     if once and numbers is not None:
         problem = "a solver is fitted to labels as they are in the data, and these can be read only once"

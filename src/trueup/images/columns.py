@@ -57,8 +57,12 @@ class Columns:
             raise DataError(printable(f"the dataset's rows have {names}, and no {self.label!r}"))
         if self.label is not None:
             return row[key], row[self.label]
-        told = (*TEXT, *LABEL_KEYS) if self.text else LABEL_KEYS
-        return row[key], next((row[k] for k in told if k in row), None)
+        return row[key], self.told(row)
+
+    def told(self, row: Mapping[str, Any]) -> Any:
+        """The label, or the caption where one is wanted, by the usual names."""
+        names = (*TEXT, *LABEL_KEYS) if self.text else LABEL_KEYS
+        return next((row[k] for k in names if k in row), None)
 
 
 def of_features(source: Any, columns: Columns) -> Columns:

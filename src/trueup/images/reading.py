@@ -18,7 +18,7 @@ from trueup.files import printable
 from trueup.images import pictures
 from trueup.images.columns import Columns
 from trueup.images.images import Images
-from trueup.images.shards import Stored
+from trueup.images.shards import Notes, Stored
 from trueup.noise import mix
 
 
@@ -48,11 +48,14 @@ class Reader:
     columns: Columns
     labels: Any
     name: str
+    noted: bool  # whether notes on images are read
 
     def read(self, index: int, item: Any) -> Row:
         """One image as a sample, with the digest of what was read."""
         image, label = self.columns.split(item)
         label = label if self.labels is None else self._label(index)
+        if isinstance(label, Notes):
+            label = self.columns.told(label.read()) if self.noted else None
         image, where = _opened(image, index, self.name)
         pictured = isinstance(image, (str, Path, Image.Image))
         pixels: Any = pictures.read_image(image, where) if pictured else pictures.to_tensor(image, where)

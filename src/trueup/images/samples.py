@@ -19,7 +19,7 @@ from trueup.files import bundled
 from trueup.images import loading, sources
 from trueup.images.batch import Batch, stacked, told
 from trueup.images.beside import labels_beside
-from trueup.images.choosing import Choosing, Outcome, Ranks, row_of, to_check
+from trueup.images.choosing import Choosing, Outcome, Ranks, to_check
 from trueup.images.columns import Pair, one_by_one
 from trueup.images.images import as_images
 from trueup.images.reading import Reader, Row, digest_of, size_of
@@ -62,7 +62,7 @@ class Samples(Choosing):
         autoencoder: Any = None,
         encode: bool = True,
         exact: bool = False,
-        conditional: bool = False,
+        conditional: bool | None = None,
         vocabulary: Any = None,
         pin: bool = False,
     ):
@@ -71,7 +71,8 @@ class Samples(Choosing):
         self.model_range = model_range
         self.autoencoder = autoencoder  # makes latents of pictures
         self.encode = encode  # or leaves them pictures, in -1..1
-        self.conditional = conditional  # whether labels are wanted: classes, or what `vocabulary` knows
+        # Whether labels are wanted: classes, or what `vocabulary` knows; None: such as there are.
+        self.conditional = bool(conditional)
         self.vocabulary = vocabulary  # makes numbers of texts
         self.pin = pin  # whether batches go to a GPU
         opened = sources.open_source(images, text=vocabulary is not None)
@@ -87,7 +88,7 @@ class Samples(Choosing):
             if count is not None and count != len(self.source):
                 raise DataError(f"{self.name} holds {len(self.source)} images, and there are {count} {name}")
         known = (images, self.shape, model_range, autoencoder, exact, self.columns, self.labels, self.name)
-        self._reader = Reader(*known)
+        self._reader = Reader(*known, noted=conditional is not False)
         self._once: Iterator[tuple[int, Any]] | None = None  # a generator, which gives nothing twice
         if isinstance(self.source, Iterator):
             self._once = enumerate(self._unbatched(self.source))
@@ -162,14 +163,6 @@ class Samples(Choosing):
             rows, blocks = self._alone(size, skip, without, limit, unique, check), mine is not None
         with closing(rows):
             yield from map(self._batch, _parts(rows, size, blocks, mine))
-
-    def rows(self, indices: Iterable[int], size: int) -> Iterator[Batch]:
-        """Samples by their global indices, in this order, and no others, of data that is not a stream."""
-        own = [index - self.images.offset for index in indices]
-        entries = ((place, index, self.source[index]) for place, index in enumerate(own))
-        with closing(self._ahead(entries, lambda: math.inf, size)) as outcomes:
-            for part in iter(lambda: list(itertools.islice(outcomes, size)), []):
-                yield self._batch([row_of(row) for _, _, row in part])
 
     def places(self, indices: Tensor) -> Tensor:
         """Where samples, by their global indices, stand in the order in which they are used."""

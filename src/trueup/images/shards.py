@@ -21,6 +21,7 @@ from torch import Tensor
 from trueup.errors import Argument, ArtifactError, DataError, ImageError
 from trueup.files import line, load_tensors, printable, save_tensors
 from trueup.images.beside import CLASS, TEXT, WHOLE
+from trueup.images.columns import Pair
 from trueup.images.tars import members
 from trueup.noise import hashed, mix
 
@@ -59,8 +60,23 @@ class Stored:
         return content
 
 
+@dataclass(frozen=True)
+class Notes:
+    """What is said of a sample, read when it is asked for."""
+
+    stored: tuple[tuple[str, Stored], ...]  # of each kind
+    label: str | None
+
+    def read(self) -> dict[str, Any]:
+        """A `label` and a `text`, where there are such."""
+        row: dict[str, Any] = {}
+        for kind, note in self.stored:
+            row |= _read_note(note, kind, self.label)
+        return row
+
+
 class Shards:
-    """The samples of some shards: rows with an `image`, and a `label` and a `text` where they have them."""
+    """The samples of some shards: pairs of a stored image and the notes on it."""
 
     def __init__(
         self, paths: Sequence[str], places: Tensor, names: list[str], label: str | None, available: int
@@ -80,15 +96,15 @@ class Shards:
         """Whether something is said of the pictures."""
         return bool(len(self)) and bool((self.places[0, 4::2] >= 0).any())
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Pair:
         shard, *spans = self.places[index].tolist()
         path, key = self.paths[shard], self.names[index]
-        row: dict[str, Any] = {"image": Stored(path, key, *spans[:2])}
-        for k, kind in enumerate(_KINDS[1:], 1):
-            if spans[2 * k + 1] >= 0:
-                note = Stored(path, f"{key}, its {kind}", *spans[2 * k : 2 * k + 2])
-                row |= _read_note(note, kind, self.label)
-        return row
+        notes = [
+            (kind, Stored(path, f"{key}, its {kind}", *spans[2 * k : 2 * k + 2]))
+            for k, kind in enumerate(_KINDS[1:], 1)
+            if spans[2 * k + 1] >= 0
+        ]
+        return Pair(Stored(path, key, *spans[:2]), Notes(tuple(notes), self.label))
 
 
 def _read_note(note: Stored, kind: str, column: str | None) -> dict[str, Any]:
