@@ -14,7 +14,7 @@ import trueup
 from trueup import typed
 from trueup.hf import as_denoiser
 from trueup.metrics import loading
-from trueup.sampling import DPMSolver, pictures, register
+from trueup.sampling import DPMSolver, pictures, register, solver
 from trueup.sampling.store import Output
 from trueup.solvers import SCHEDULERS
 
@@ -271,8 +271,9 @@ def test_labels_are_asked_for_by_their_options(capsys, tmp_path):
     refused(trueup_command(*guided, "--null-label", 9), "another guidance")
 
 
-def test_outsiders_solvers_work_by_name(model, tmp_path):
+def test_outsiders_solvers_work_by_name(model, tmp_path, monkeypatch):
     """In a process that has registered one."""
+    monkeypatch.setattr(solver, "_KNOWN", {**solver._KNOWN})
     register("mine", lambda denoiser: DPMSolver(2, grid="quadratic"))
     done = trueup_command("sample", model, "-n", 1, "--nfe", 4, "--solver", "mine", "-o", tmp_path / "x.npz")
     assert done.returncode == 0, done.stderr

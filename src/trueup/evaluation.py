@@ -186,7 +186,9 @@ def build_reference(
     latent = denoiser.data_range is None
     autoencoder = denoiser.autoencoder if latent else None
     images = as_images(data, REFERENCE_IMAGES)
-    samples = Samples(images, denoiser.shape, denoiser.data_range, autoencoder=autoencoder, encode=False)
+    samples = Samples(
+        images, denoiser.shape, denoiser.data_range, autoencoder=autoencoder, encode=False, conditional=False
+    )
     if distributed.size() > 1:
         distributed.agree(told_of(samples))
     to_images, digest, of = image_maker(denoiser), 0, "samples as they are" if latent else "pictures"

@@ -190,6 +190,10 @@ def check(options: argparse.Namespace) -> int:
     if options.figure is not None and shared.first():
         draw(calibration, options.figure)
     found = diagnose(denoiser, data, moments=moments, use=use, phrase=Argument.option)
+    if found.findings and calibration.gains == "none" and not calibration.correction.empty:
+        found.notes.append(
+            "(samples are as close to the data without a correction: this helps likelihoods alone)"
+        )
     low = calibration.uncalibration.low
     unknown = options.fail_above is not None and math.isnan(low)
     failed = options.fail_above is not None and low > options.fail_above

@@ -83,6 +83,10 @@ def evaluate(options: argparse.Namespace) -> int:
     for number in options.nfe if FITTED in options.solver else ():
         if (lacks := shared.no_solver(options, calibration, number)) is not None:
             raise lacks
+    unused = [n for n in options.nfe if shared.no_solver(options, calibration, n) is None]
+    if unused and FITTED not in options.solver:
+        many = ", ".join(map(str, unused))
+        say(options, f"note: this calibration has a solver for {many} evaluations: --solver fitted")
     solvers = [shared.open_solver(name, denoiser, options.grid) for name in options.solver]
     if options.labels is None and options.data is not None:
         options.labels = labels_of(shared.images_of(options, denoiser), denoiser)

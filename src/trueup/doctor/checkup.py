@@ -184,7 +184,7 @@ def _symptom(kind: str, part: Part, parts: Parts) -> Finding:
         return Finding(kind, text, advice, part.share, _LOSS, part.share)
     if kind == "excess-noise":
         text = f"{said} of the loss is noise that the network adds, {where}"
-        advice = "average weights over more steps (EMA), or train longer; calibrating removes it"
+        advice = "average weights over more steps (a longer EMA), or train longer; calibrating removes it"
         return Finding(kind, text, advice, part.share, _LOSS, part.share)
     if kind == "contrast":
         text = f"{said} of the loss is contrast that is off in some frequencies, {where}"
@@ -195,9 +195,12 @@ def _symptom(kind: str, part: Part, parts: Parts) -> Finding:
     names = ("",) * len(ends.mean) if colours is None else colours
     by = [f"{name}{n.value:+.2g} ± {n.reach:.1g}" for name, n in zip(names, ends.mean, strict=True)]
     what = "brightness" if colours is None else "colour"
-    text = (
-        f"{what} of samples drifts by {', '.join(by)}, its spread by x{spread.value:.2g} ± {spread.reach:.1g}"
-    )
+    wider = f"its spread by x{spread.value:.2g} ± {spread.reach:.1g}"
+    if all(abs(n.value) < n.reach for n in ends.mean):  # within noise
+        text = f"the spread of samples' {what} is off by x{spread.value:.2g} ± {spread.reach:.1g}"
+    else:
+        text = f"{what} of samples drifts by {', '.join(by)}"
+        text += f", {wider}" if abs(spread.value - 1) > spread.reach else ""
     surer = abs(mean.value) / max(mean.error, 1e-300) >= abs(math.log(spread.value)) / max(
         spread.error, 1e-300
     )

@@ -100,7 +100,7 @@ def figure_two(calibration: Calibration) -> Html:
     used, at = calibration.for_samples, frequencies(bands)
     gains = ((1 - used.a).mean(1), -used.d.mean(1))  # (L, bands) each
     top, ends = float(power.max()), (float(torch.stack(gains).min()), float(torch.stack(gains).max()))
-    first = int(e.eta2.value.nan_to_num(0.0).argmax())
+    first = int((e.gain.value / e.loss.value).nan_to_num(0.0).argmax())  # where most of the loss is removed
     rows, levels = level_rows(calibration), []
     first = min(range(len(rows)), key=lambda i: abs(rows[i] - first))
     for i, row in enumerate(rows):
