@@ -1,11 +1,14 @@
 """The fused kernel against the operations it stands in for: on a GPU, or in Triton's interpreter."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import trueup
 from trueup import process
+from trueup.calibration import tables
 from trueup.calibration.hook import CorrectOutput
 
 from calibrations import by_definition, make
@@ -16,13 +19,13 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 
 def kernel(fused, hook, output, x_t, t):
     """What the hook would hand the kernel."""
-    tables = hook._tables(DEVICE, torch.float32, tuple(output.shape[2:]))
-    parts = (tables.constant, tables.slopes, tables.bands, tables.forward)
+    made = hook._tables(DEVICE, torch.float32, tuple(output.shape[2:]))
+    parts = (made.constant, made.slopes, made.bands, made.forward)
     assert fused.fits(output, x_t)
     times = t.reshape(-1).to(DEVICE)
-    searched = fused.correct(output, x_t, times, tables.between(times), tables.knots, *parts).cpu()
-    knots = hook._knots(times, None, output, tables)
-    told = fused.correct(output, x_t, None, tables.boundaries, knots, *parts).cpu()
+    searched = fused.correct(output, x_t, times, made.between(times), made.knots, *parts).cpu()
+    knots = hook._knots(times, None, output, made)
+    told = fused.correct(output, x_t, None, made.boundaries, knots, *parts).cpu()
     assert torch.equal(searched, told)
     return searched
 
@@ -111,19 +114,20 @@ def test_a_size_the_gpu_cannot_hold_is_left_to_the_operations(fused, monkeypatch
 
             return launch
 
+    assert fused.works(DEVICE, 8, 12)
     monkeypatch.setattr(fused, "_correct", Fails())
-    image, matrices = torch.zeros(1, 1, 8, 8, device=DEVICE), [torch.eye(8, device=DEVICE)] * 2
-    sizes = ((1, 6), (2, 64), (2, 2))
-    knots, constant, slopes = (torch.zeros(*size, device=DEVICE) for size in sizes)
-    bands = torch.zeros(64, dtype=torch.int32, device=DEVICE)
-    assert fused.fits(image, image)
-    assert fused.correct(image, image, None, knots[0], knots, constant, slopes, bands, matrices) is None
-    assert not fused.fits(image, image)
-    fused._TOO_LARGE.clear()
+    assert not fused.works(DEVICE, 8, 12)
+    found = SimpleNamespace(works=lambda device, *size: size == (8, 8))
+    monkeypatch.setattr(tables, "import_module", lambda name: found)
+    tables._fused_kernel.cache_clear()
+    assert tables._fused_kernel(torch.device("cuda"), (8, 8)) is found
+    assert tables._fused_kernel(torch.device("cuda"), (8, 12)) is None
+    tables._fused_kernel.cache_clear()
 
 
 def test_the_look_whether_it_works_runs_it(fused):
-    assert fused.works(DEVICE)
+    assert fused.works(DEVICE, 2, 2)
+    assert not fused.works(DEVICE, 65, 8)
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
@@ -165,13 +169,13 @@ def test_the_kernel_finds_the_nodes_that_bucketize_finds(fused, times):
     )
     hook = CorrectOutput(cal)
     output, x_t = torch.randn(2, 4, 1, 8, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    tables = hook._tables(DEVICE, torch.float32, (8, 8))
-    parts = (tables.constant, tables.slopes, tables.bands, tables.forward)
+    made = hook._tables(DEVICE, torch.float32, (8, 8))
+    parts = (made.constant, made.slopes, made.bands, made.forward)
     times = times.to(DEVICE)
     for t in (times, times[1:2], times[2:3].expand(4), times.half(), times.int()):
-        got = fused.correct(output, x_t, t, tables.between(t), tables.knots, *parts)
-        knots = hook._knots(t, None, output, tables)
-        assert torch.equal(got, fused.correct(output, x_t, None, tables.boundaries, knots, *parts))
+        got = fused.correct(output, x_t, t, made.between(t), made.knots, *parts)
+        knots = hook._knots(t, None, output, made)
+        assert torch.equal(got, fused.correct(output, x_t, None, made.boundaries, knots, *parts))
     assert not torch.equal(got, output)
 
 

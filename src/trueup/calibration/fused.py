@@ -8,15 +8,12 @@ where Triton is installed and the model is on a CUDA device.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_TOO_LARGE: set[tuple[Any, ...]] = set()  # (device, height, width) for which a GPU has too little memory
 LARGEST = 64  # pixels along an axis: what two images and two matrices of one program may take
 
 
@@ -114,7 +111,7 @@ def fits(output: Tensor, x_t: Tensor) -> bool:
         and x_t.device == output.device
         and _images_are_contiguous(x_t)
         and not (torch.is_grad_enabled() and (output.requires_grad or x_t.requires_grad))
-        and (torch.compiler.is_compiling() or _is_plain(output))
+        and (torch.compiler.is_compiling() or _is_plain())
     )
 
 
@@ -123,12 +120,8 @@ def _images_are_contiguous(x: Tensor) -> bool:
     return x.stride()[1:] == (height * width, width, 1)
 
 
-def _is_plain(output: Tensor) -> bool:
-    return (
-        forward_ad._current_level < 0
-        and not torch._C._are_functorch_transforms_active()
-        and (output.device, *output.shape[2:]) not in _TOO_LARGE
-    )
+def _is_plain() -> bool:
+    return forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active()
 
 
 def correct(
@@ -141,35 +134,16 @@ def correct(
     slopes: Tensor,
     bands: Tensor,
     matrices: list[Tensor],
-) -> Tensor | None:
-    """The corrected output, or None where this GPU cannot hold an image of that size.
+) -> Tensor:
+    """The corrected output.
 
     t (B or 1,): times, with knots (N, 6) of all nodes and the `boundaries` between them; or None, with knots
     (B or 1, 6) of the rows. constant (R, C * box), slopes (R, C * 2 * bands), bands (box): as in the hook.
     """
-    if torch.compiler.is_compiling():  # which launches it as part of what it compiles
-        return _launch(output, x_t, t, boundaries, knots, constant, slopes, bands, matrices)
-    if output.is_cuda and output.device.index != torch.cuda.current_device():  # where Triton launches
+    known = torch.compiler.is_compiling() or not output.is_cuda
+    if not known and output.device.index != torch.cuda.current_device():  # where Triton launches
         with torch.cuda.device(output.device):
             return correct(output, x_t, t, boundaries, knots, constant, slopes, bands, matrices)
-    try:
-        return _launch(output, x_t, t, boundaries, knots, constant, slopes, bands, matrices)
-    except triton.runtime.errors.OutOfResources:
-        _TOO_LARGE.add((output.device, *output.shape[2:]))
-        return None
-
-
-def _launch(
-    output: Tensor,
-    x_t: Tensor,
-    t: Tensor | None,
-    boundaries: Tensor,
-    knots: Tensor,
-    constant: Tensor,
-    slopes: Tensor,
-    bands: Tensor,
-    matrices: list[Tensor],
-) -> Tensor:
     left, right = matrices  # (box, pixels) each
     height, width, channels = left.shape[1], right.shape[1], x_t.shape[1]
     corrected = torch.empty(output.shape, device=output.device, dtype=output.dtype)
@@ -208,12 +182,14 @@ def _tile(pixels: int) -> int:
     return max(16, 1 << (pixels - 1).bit_length())
 
 
-def works(device: torch.device) -> bool:
-    """Whether a kernel can be built and run here: that takes a C compiler and a GPU Triton knows."""
+def works(device: torch.device, height: int, width: int) -> bool:
+    """Whether it can be built and run here: that takes a C compiler, a GPU that Triton knows, and room."""
+    if max(height, width) > LARGEST:
+        return False
     try:
-        image, zero = torch.zeros(1, 1, 2, 2, device=device), torch.zeros(2, 6, device=device)
+        image, zero = torch.zeros(1, 1, height, width, device=device), torch.zeros(2, 6, device=device)
         bands = torch.zeros(4, dtype=torch.int32, device=device)
-        matrices = [torch.eye(2, device=device)] * 2
+        matrices = [torch.eye(2, size, device=device) for size in (height, width)]
         correct(image, image, zero[0, :1], zero[0, :1], zero, zero[:, :4], zero[:, :2], bands, matrices)
     except Exception:  # whatever it is, the operations do the same
         return False

@@ -2,56 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
-from importlib import import_module
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trueup.bands import Bands, along_last_axes, dct_matrix
+from trueup.bands import along_last_axes
 from trueup.calibration.calibration import Calibration
-from trueup.calibration.conditions import Projection
-from trueup.calibration.correction import interpolation_weights, level_position, refinement
+from trueup.calibration.tables import Tables, between_nodes, make_tables, nodes_of
 from trueup.denoiser import Binding, prediction
 from trueup.denoiser.adapters import Watch
 from trueup.denoiser.layout import SEEN, arranged, restored, spatial_of, spatial_of_ids
 from trueup.errors import AttachError, MismatchError
-
-_NODES = 8192  # times at which the interpolation is tabulated; a row uses the nearest
-
-
-class _Tables(NamedTuple):
-    """What a correction needs, on one device."""
-
-    boundaries: Tensor  # between neighbouring nodes
-    whole_boundaries: Tensor  # the same for whole times
-    knots: Tensor  # (N, 6): the level before, shares of it and the next, three factors; or (N, R) all weights
-    labels: (
-        Tensor  # (G,) rising: classes with a correction of their own, which follow that of all, R rows each
-    )
-    constant: Tensor  # (R, C * box) in the DCT, or (R, C * pixels) where nothing else is corrected
-    slopes: Tensor  # (R, C * 2 * bands), a and d
-    bands: Tensor  # (box,) each coefficient's band
-    forward: list[Tensor]  # the DCT's matrices
-    backward: list[Tensor]
-    fused: ModuleType | None  # trueup.calibration.fused, where it works
-    places: Tensor | None = None  # (K,) of large samples, where in the box the constant's coefficients are
-    pictured: list[Tensor] | None = None  # or, where nothing else is corrected, their matrices back
-    seen: Projection | None = None  # of an embedding
-    maps: Tensor | None = None  # (R, Q, C * low box), what depends on it
-    low: list[Tensor] | None = None  # their matrices back
-
-    def between(self, times: Tensor | float) -> Tensor:
-        """The boundaries to compare times with."""
-        whole = isinstance(times, Tensor) and times.dtype == torch.int64
-        return self.whole_boundaries if whole else self.boundaries
 
 
 class CorrectOutput:
@@ -80,15 +46,14 @@ class CorrectOutput:
         self.empty = not self.by_level and self.conditions is None
         if self.empty:
             return
-        self.calibration, self.nodes = calibration, _nodes(calibration)
-        self.boundaries = 0.5 * (self.nodes[1:] + self.nodes[:-1])
-        self.boundary_list: list[float] = self.boundaries.tolist()
+        self.calibration, self.nodes = calibration, nodes_of(calibration)
+        self.boundaries: list[float] = between_nodes(self.nodes).tolist()
         process, correction = calibration.process, self.correction
         slack = 0.1 * (process.t_max - process.t_min)  # solvers end a little beyond
         self.span = (process.t_min - slack, process.t_max + slack)
         self.conditional = bool(self.classes) or self.conditions is not None
         self.constant_only = not (self.conditional or correction.a.any() or correction.d.any())
-        self._ready: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], _Tables] = {}
+        self._ready: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], Tables] = {}
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], raw: Any) -> Any:
         """Correct what a forward call returned."""
@@ -167,9 +132,8 @@ class CorrectOutput:
             found = times if isinstance(times, Tensor) and not self.classes else None
             knots = tables.knots if found is not None else self._knots(times, y, output, tables)
             rest = (tables.constant, tables.slopes, tables.bands, tables.forward)
-            made: Tensor | None = fused.correct(output, x_t, found, tables.between(times), knots, *rest)
-            if made is not None:
-                return made
+            corrected: Tensor = fused.correct(output, x_t, found, tables.between(times), knots, *rest)
+            return corrected
         knots = self._knots(times, y, output, tables)
         mean, variance = output[:, :channels], output[:, channels:]
         made = self._by_level(mean, x_t, knots, tables) if self.by_level else mean
@@ -177,20 +141,20 @@ class CorrectOutput:
             made = (made.to(dtype) - self._of_embedding(knots, y, mean, tables)).to(mean.dtype)
         return torch.cat([made, variance], 1) if variance.shape[1] else made
 
-    def _knots(self, times: Tensor | float, y: Any, output: Tensor, tables: _Tables) -> Tensor:
+    def _knots(self, times: Tensor | float, y: Any, output: Tensor, tables: Tables) -> Tensor:
         """What each row's correction is made of, (B or 1, 6)."""
         if isinstance(times, Tensor):
             boundaries = tables.between(times)
             knots = tables.knots[torch.bucketize(times.to(boundaries).contiguous(), boundaries)]
         else:
-            node = bisect_left(self.boundary_list, times)
+            node = bisect_left(self.boundaries, times)
             knots = tables.knots[node : node + 1]
         if self.classes:
             first = self._class(y, output, tables) * (len(tables.constant) // (1 + len(self.classes)))
             knots = knots.expand(len(first), -1) + torch.nn.functional.pad(first[:, None].to(knots), (0, 5))
         return knots
 
-    def _of_embedding(self, knots: Tensor, y: Any, output: Tensor, tables: _Tables) -> Tensor:
+    def _of_embedding(self, knots: Tensor, y: Any, output: Tensor, tables: Tables) -> Tensor:
         """What depends on an embedding, as images."""
         if not isinstance(y, Tensor) or len(y) not in (1, len(output)):
             got = "without one" if y is None else f"with {type(y).__name__} {tuple(getattr(y, 'shape', ()))}"
@@ -207,7 +171,7 @@ class CorrectOutput:
         box = [matrix.shape[1] for matrix in back]
         return along_last_axes(made.view(-1, self.shape[0], *box), back)
 
-    def _by_level(self, output: Tensor, x_t: Tensor, knots: Tensor, tables: _Tables) -> Tensor:
+    def _by_level(self, output: Tensor, x_t: Tensor, knots: Tensor, tables: Tables) -> Tensor:
         """What every row has at its level, or its class has."""
         dtype = _wide(output.dtype)
         if self.constant_only:
@@ -236,7 +200,7 @@ class CorrectOutput:
         back = along_last_axes(delta.view(-1, *z.shape[1:2], *z.shape[3:]), tables.backward)
         return (wide - back).to(output.dtype)
 
-    def _class(self, y: Any, output: Tensor, tables: _Tables) -> Tensor:
+    def _class(self, y: Any, output: Tensor, tables: Tables) -> Tensor:
         """Which correction each row gets, (B,): 0 is that of all classes, for labels that have none."""
         y = self.null_label if y is None else y
         if y is None:
@@ -276,7 +240,7 @@ class CorrectOutput:
         if not self.empty:
             self._tables(device, _wide(dtype), self.shape[1:] if spatial is None else spatial)
 
-    def _tables(self, device: torch.device, dtype: torch.dtype, spatial: tuple[int, ...]) -> _Tables:
+    def _tables(self, device: torch.device, dtype: torch.dtype, spatial: tuple[int, ...]) -> Tables:
         """Everything the correction needs, made once for a device and a size."""
         if torch.compiler.is_compiling():
             spatial = tuple(len(range(n)) for n in spatial)  # whole numbers, where these are symbols
@@ -287,85 +251,14 @@ class CorrectOutput:
 
     def _make(self, device: torch.device, dtype: torch.dtype, *spatial: int) -> None:
         if (device, dtype, spatial) not in self._ready:
+            how: dict[str, Any] = {"form": self.form, "labels": list(self.classes), "by_level": self.by_level}
+            how |= {"constant_only": self.constant_only, "device": device, "dtype": dtype, "spatial": spatial}
             with torch.inference_mode(False):  # they may be part of a backward pass later
-                self._ready[device, dtype, spatial] = self._made(device, dtype, spatial)
+                self._ready[device, dtype, spatial] = make_tables(self.calibration, self.nodes, **how)
 
     # As torch.compiler.assume_constant_result does, which would load the compiler: what is compiled for a new
     # size makes its tables while it is being compiled, and not as part of it.
     _make._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-    def _made(self, device: torch.device, dtype: torch.dtype, spatial: tuple[int, ...]) -> _Tables:
-        def put(part: Tensor, kind: torch.dtype = dtype) -> Tensor:
-            # Not waited for: a size may be new in the middle of a pipeline's loop.
-            return part.to(device, kind, non_blocking=device.type == "cuda")
-
-        process, parametrization = self.calibration.process, self.calibration.parametrization
-        sized = self.calibration.resized(spatial)
-        every = (sized.correction, *(sized.for_class(y) for y in self.classes))
-        correction, *own = (one.with_gains(self.form).refined() for one in every)
-        alpha, sigma = process.alpha(self.nodes), process.sigma(self.nodes)
-        k_output = parametrization.deps_doutput(alpha, sigma)  # eps_hat = k_output output + k_input x_t
-        p, q = parametrization.coefficients(alpha, sigma)
-        k_input = -p / (alpha * q - sigma * p)
-        position = level_position(correction.lam, process.lam(self.nodes))
-        left = position.floor().clamp_max(len(correction.lam) - 2)
-        far = position - left
-        # On the constant; on x_t through the output's conversion; on x_t itself.
-        factors = (1 / k_output, k_input / k_output, 1 / (k_output * sigma))
-        knots = torch.stack([left, 1 - far, far, *factors], 1)
-        none, matrices = torch.zeros(0), []
-        slopes, band_of = none, none
-        constant, kept = none, correction.bands
-        places, pictured = None, None
-        if self.constant_only:
-            knots = interpolation_weights(correction.lam, process.lam(self.nodes)) / k_output[:, None]
-            if kept.whole:
-                constant = correction.shift_map().flatten(1)  # (R, C * pixels)
-            else:
-                constant = correction.b.flatten(1)  # (R, C * K): pixels would be many
-                pictured = [put(matrix.T.contiguous()) for matrix in _rows(kept, kept.box)]
-        elif self.by_level:
-            bands = correction.bands
-            b, a, d = (torch.cat([getattr(made, n) for made in (correction, *own)]) for n in ("b", "a", "d"))
-            gained = bands.spread_all(((a != 0) | (d != 0)).any(0).any(0))
-            box = _box(bands.fill((b != 0).any(0).any(0)) | gained, spatial)
-            if bands.whole:
-                constant = _crop(b, spatial, box).flatten(1)
-            else:
-                inside = torch.full(spatial, -1)
-                inside[tuple(map(slice, box))] = torch.arange(math.prod(box)).reshape(box)
-                inside = bands.keep(inside)  # (K,) where in the box
-                constant = b[..., inside >= 0].flatten(1)
-                places = put(inside[inside >= 0], torch.int64)
-            slopes, band_of = (
-                torch.stack([a, d], 2).flatten(1),
-                _crop(bands.index.flatten(), spatial, box),
-            )
-            matrices = [put(dct_matrix(n)[:k]) for n, k in zip(spatial, box, strict=True)]
-        embedded: tuple[Any, ...] = ()
-        if self.conditions is not None:
-            assert sized.conditions is not None
-            maps = sized.conditions.refined(sized.correction.lam, kept)
-            low_box = _box((maps != 0).flatten(0, -2).any(0).reshape(kept.box), kept.box)
-            back = [matrix.T.contiguous() for matrix in _rows(kept, low_box)]
-            seen = Projection(*map(put, vars(self.conditions.projection).values()))
-            cropped = put(_crop(maps, kept.box, low_box).flatten(2))
-            embedded = (seen, cropped, [put(matrix) for matrix in back])
-        return _Tables(
-            put(self.boundaries),
-            put(self.boundaries.floor(), torch.int64),  # for whole t the same comparison
-            put(knots),
-            put(torch.tensor(list(self.classes), dtype=torch.int64), torch.int64),
-            put(constant),
-            put(slopes),
-            put(band_of, torch.int32),
-            [m.contiguous() for m in matrices],
-            [m.T.contiguous() for m in matrices],
-            _fused_kernel(device) if len(matrices) == 2 and kept.whole else None,
-            places,
-            pictured,
-            *embedded,
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -392,54 +285,3 @@ def _like(raw: Any, corrected: Tensor) -> Any:
         return replace(raw, sample=corrected)
     raw.sample = corrected
     return raw
-
-
-def _nodes(calibration: Calibration) -> Tensor:
-    """Times to tabulate: dense where something is corrected, every whole timestep and level exact.
-
-    Outside the process's own times the correction stays what it is at the end, in the network's own space.
-    """
-    process, lam = calibration.process, refinement(calibration.correction.lam)[0]
-    top, bottom = (float(process.lam(t)) for t in (process.t_min, process.t_max))
-    high, low = min(float(lam[0]), top), max(float(lam[-1]), bottom)
-    nodes = process.t_of_lam(torch.linspace(high, low, _NODES, dtype=torch.float64))
-    exact = calibration.t
-    if process.integer_times:
-        whole = torch.arange(math.ceil(process.t_min), math.floor(process.t_max) + 1, dtype=torch.float64)
-        exact = torch.cat([exact, whole])
-    return torch.unique(torch.cat([nodes, exact]).clamp(process.t_min, process.t_max))
-
-
-@lru_cache
-def _fused_kernel(device: torch.device) -> ModuleType | None:
-    """The Triton kernel if this device can run it."""
-    if device.type != "cuda":
-        return None
-    try:
-        fused = import_module("trueup.calibration.fused")
-    except ImportError:  # no Triton
-        return None
-    return fused if fused.works(device) else None
-
-
-def _rows(bands: Bands, box: tuple[int, ...]) -> list[Tensor]:
-    """The DCT's matrices at the first so many of the frequencies that are kept."""
-    axes = zip(bands.spatial, bands.frequencies, box, strict=True)
-    return [dct_matrix(size)[axis[:count]] for size, axis, count in axes]
-
-
-def _box(grid: Tensor, spatial: tuple[int, ...]) -> tuple[int, ...]:
-    """The smallest corner of the DCT that holds every coefficient in use, (*spatial)."""
-    box = []
-    for axis in range(len(spatial)):
-        others = [i for i in range(len(spatial)) if i != axis]
-        line = grid.any(dim=others) if others else grid
-        box.append(int(line.nonzero().max()) + 1 if line.any() else 1)  # a small grid may have room for none
-    return tuple(box)
-
-
-def _crop(part: Tensor, spatial: tuple[int, ...], box: tuple[int, ...]) -> Tensor:
-    grid = part.reshape(*part.shape[:-1], *spatial)
-    for axis, size in enumerate(box):
-        grid = grid.narrow(axis - len(box), 0, size)
-    return grid.flatten(-len(box))

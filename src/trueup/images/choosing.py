@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import closing
@@ -41,7 +42,7 @@ class _Said(NamedTuple):
     span: tuple[float, float] | None
 
 
-class Choosing:
+class Choosing(ABC):
     """Goes through images in their order and chooses."""
 
     def __init__(self, images: Images, shape: tuple[int, ...], exact: bool):
@@ -68,10 +69,11 @@ class Choosing:
     def signed(self, value: bool) -> None:
         self.in_order.signed = value
 
+    @abstractmethod
     def places(self, indices: Tensor) -> Tensor:
         """Where samples, by their global indices, stand in the order in which they are used."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _outcomes(
         self,
         done: Collection[int],
@@ -85,10 +87,10 @@ class Choosing:
 
         check: done, but read all the same; its place is -1. What is not mine is passed on unread by streams.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _read_again(self, index: int, unread: Any) -> Row:
-        raise NotImplementedError
+        """An image that another rank has read, or that a stream gave unread."""
 
     def _alone(
         self,
