@@ -226,7 +226,7 @@ def test_a_file_with_everything_in_it_is_below_5_megabytes(shape, tmp_path):
     cal.save(tmp_path / "x")
     assert (tmp_path / "x").stat().st_size < 5e6
     hook = trueup.calibration.hook.CorrectOutput(cal)
-    tables = hook._made(torch.device("cpu"), torch.float32, shape[1:])
+    tables = hook._tables(torch.device("cpu"), torch.float32, shape[1:])
     parts = [part for one in tables for part in (one if isinstance(one, list) else [one])]
     assert sum(part.nbytes for part in parts if isinstance(part, torch.Tensor)) < 40e6
 
