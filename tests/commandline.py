@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 from trueup import cli
 
 
@@ -17,7 +19,7 @@ def trueup_command(*arguments, real=False, **kwargs):
     real: in a process of its own. Starting one takes seconds, so that is for tests of what a process does.
     """
     if real or set(kwargs) - {"cwd"}:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+        env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONIOENCODING": "utf-8"}
         return subprocess.run(
             [sys.executable, "-m", "trueup.cli", *map(str, arguments)],
             capture_output=True,

@@ -26,12 +26,22 @@ def refused(path: Path, reason: str) -> str:
 
 def resign(path: Path, change) -> Path:
     """Edit a file's metadata and tensors and sign it again, as a careful forger would."""
-    with safe_open(path, framework="pt") as file:
-        meta = json.loads(file.metadata()["trueup"])
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    meta, tensors = content(path)
     change(meta, tensors)
-    meta.pop("checksum", None)
-    meta["checksum"] = files._checksum(tensors, meta)
     forged = path.with_name("forged.trueup.safetensors")
-    save_file({name: v.contiguous() for name, v in tensors.items()}, forged, {"trueup": json.dumps(meta)})
+    sign(forged, meta, tensors)
     return forged
+
+
+def content(path: Path):
+    """The metadata and tensors of a file, whatever they are."""
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        return json.loads(file.metadata()["trueup"]), tensors
+
+
+def sign(path: Path, meta, tensors) -> None:
+    """Write a file with the right checksum, whatever is in it."""
+    meta = {name: value for name, value in meta.items() if name != "checksum"}
+    meta["checksum"] = files._checksum(tensors, meta)
+    save_file({name: v.contiguous() for name, v in tensors.items()}, path, {"trueup": json.dumps(meta)})

@@ -107,6 +107,22 @@ def samplers(cal, **changes):
     return {"samplers": rows, "trajectories": 32, "calibrated": True, "settings": settings, **changes}
 
 
+def checkup(cal, **changes):
+    """As `trueup check` writes it, or the part of it that is the diagnosis."""
+    drift = {"kind": "drift", "sentence": "brightness of samples drifts by +0.5 ± 0.02"}
+    drift |= {"advice": "calibrating corrects it", "measurement": number(0.5), "unit": "units of the data"}
+    found = {
+        "healthy": False,
+        "findings": [{**drift, "share_of_loss": number(0.1)}],
+        "images": 100,
+        "would_have_been_seen": {"drift": 0.001, "contrast": None},
+        "notes": ["a note on what was looked at"],
+        "settings": {"weights": cal.provenance["weights"]},
+        **changes,
+    }
+    return {"verdict": "miscalibrated", "diagnosis": found}
+
+
 def likelihood(cal, **changes):
     """As `trueup likelihood` writes it."""
     sides = {"before": number(3.8), "after": number(3.7), "difference": number(-0.1, 0.01)}

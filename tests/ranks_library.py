@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 
 import trueup
+from trueup.density import objectives
 from trueup.distributed import together
 from trueup.estimate import measure
 from trueup.hf import as_denoiser
+from trueup.images.reading import Reader
 
 
 def main(model, other_model, images, other_images, out):
@@ -59,4 +61,13 @@ def main(model, other_model, images, other_images, out):
     with together():
         cal = trueup.calibrate(opened(), images_of(count=20), seed=3, **quiet)
     cal.save(out / f"calibration.{rank}")
+
+    reads, read = [], Reader.read
+    Reader.read = lambda self, *given: reads.append(given[0]) or read(self, *given)
+    with together():
+        found = [objectives(opened(), images_of(), levels=[300, 700], **quiet)]
+        said["reads"] = len(reads)
+        found.append(objectives(opened(), images_of(), cal, levels=[300, 700], **quiet))
+    Reader.read = read
+    said["losses"] = [(one.before.tolist(), one.notes) for one in found]
     (out / f"said.{rank}").write_text(json.dumps(said))

@@ -481,7 +481,7 @@ def test_what_a_run_kept_is_read_once(tmp_path, monkeypatch):
     how = {"draws": 1, "run": tmp_path / "run", "progress": False}
     first = trueup.likelihood(net, Images(x0), **how)
     reads, tensors = [], Kept.tensors
-    monkeypatch.setattr(Kept, "tensors", lambda self, count: reads.append(count) or tensors(self, count))
+    monkeypatch.setattr(Kept, "tensors", lambda self, *what: reads.append(what) or tensors(self, *what))
     again = trueup.likelihood(net, Images(x0, groups=groups), **how)  # groups may come later
     assert torch.equal(again.before, first.before)
     assert again.mean().error != first.mean().error

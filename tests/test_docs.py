@@ -29,6 +29,7 @@ from trueup.cli import _joined, main
 from trueup.estimate.diagnose import Diagnosis
 from trueup.options import parser
 
+import pipelines
 from tiny import tiny_unet
 
 ROOT = Path(__file__).parent.parent
@@ -71,7 +72,14 @@ COMMANDS = [(page, words) for page in PAGES for words in commands(page, "trueup"
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def untrained(monkeypatch):
+    """The networks on these pages were never trained, and would be refused for it."""
+    for name in ("estimate.measuring.check_use", "density.opening.check_use", "commands.calibrating.look"):
+        monkeypatch.setattr(f"trueup.{name}", lambda *_: Diagnosis(1.0))
+
+
+@pytest.fixture
+def here(tmp_path, untrained, monkeypatch):
     """A folder with what the documents call my-model and my-images."""
     unet = tiny_unet(in_channels=3, out_channels=3)
     diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(tmp_path / "my-model")
@@ -80,9 +88,6 @@ def here(tmp_path, monkeypatch):
         Image.fromarray(picture).save(tmp_path / "my-images" / f"{k}.png")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    # The networks on these pages were never trained, and would be refused for it.
-    for name in ("estimate.measuring.check_use", "density.opening.check_use", "commands.calibrating.look"):
-        monkeypatch.setattr(f"trueup.{name}", lambda *_: Diagnosis(1.0))
     return tmp_path
 
 
@@ -188,24 +193,68 @@ def test_scripts_targets_and_extras_exist(page):
                 assert f'"{option}"' in source, f"{page}: {script} has no {option}"
 
 
-# Enough to see that a command works; the numbers on the pages are for real models.
+# Every command of the pages is run, in order, on tiny models and pictures by the names that the pages use.
+# Counts are made smaller by what is appended, since the last of an option counts, and of several numbers of
+# evaluations the first is taken. A launcher (torchrun) is left out: what it starts is run as one process.
 SMALLER = {
-    "calibrate": "--trajectories 32 --no-samples --force",
-    "check": "--no-samples",
-    "evaluate": "--samples 8 --features pixels",
+    "calibrate": "--images 24 --trajectories 32 --no-samples --force",
+    "check": "--images 20 --no-samples --force",
+    "evaluate": "--samples 8 --features pixels --no-loss --force",
+    "likelihood": "--images 2 --force",
+    "merge": "--force",
+    "report": "--force",
     "sample": "-n 2 --force",
-    "samplers": "--trajectories 8 --nfe 5",
+    "samplers": "--trajectories 8 --force",
 }
+SMALLER_STILL = {"--generated": "--generated 24 --generate-nfe 5", "--shard": "--batch-size 3"}
+NOT_RUN = {"demo": "calibrates and draws the bundled model, which takes minutes: `make demo`"}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_first_commands_run_one_after_another(page, here, capsys):
-    shutil.copytree("my-images", "my-test-images")
+def smaller(words):
+    """A command with counts that take no time, and files that the shell would have found."""
+    made = []
+    for word in words:
+        if made[-1:] == ["--nfe"]:
+            word = word.split(",")[0]
+        made += sorted(map(str, Path().glob(word))) if "*" in word else [word]
+    if words[0] == "merge" and "*" in " ".join(words):  # the page measures one share of all
+        made.append("--partial")
+    more = [SMALLER.get(words[0], ""), *(text for option, text in SMALLER_STILL.items() if option in words)]
+    return [*made, *" ".join(more).split()]
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """Folders with all that the pages name: in `classes`, my-model is one that takes labels."""
+    base = tmp_path_factory.mktemp("documented")
+    for name, settings in (("plain", {}), ("classes", {"num_class_embeds": 11})):
+        unet = tiny_unet(in_channels=3, out_channels=3, **settings)
+        diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(base / name / "my-model")
+    pictures = np.random.default_rng(0).integers(0, 256, (24, 8, 8, 3), dtype=np.uint8)
+    np.savez(base / "classes" / "my-images.npz", image=pictures, label=np.arange(24) % 2)
+    plain = base / "plain"
+    shutil.copytree(plain / "my-model", plain / "MODEL")
+    pipelines.sd().save_pretrained(plain / "my-sd")
+    for name, size in (("my-images", 8), ("my-test-images", 8), ("images", 8), ("photos", 32)):
+        (plain / name).mkdir()
+        for k, picture in enumerate(pictures):
+            Image.fromarray(picture).resize((size, size)).save(plain / name / f"{k}.png")
+    (plain / "captions.csv").write_text("file,text\n" + "".join(f"{k}.png,a cat\n" for k in range(24)))
+    (plain / "prompts.txt").write_text("a cat\na red house\n")
+    code = "from diffusers import DDPMPipeline\n\nmake_denoiser = DDPMPipeline.from_pretrained('my-model')\n"
+    (plain / "my_code.py").write_text(code)
+    return base
+
+
+@pytest.mark.parametrize("page", sorted({page for page, words in COMMANDS if words[0] not in NOT_RUN}))
+def test_commands_run_one_after_another(page, everything, untrained, tmp_path, monkeypatch, capsys):
+    shutil.copytree(everything, tmp_path, dirs_exist_ok=True)
+    ran = []
     for words in commands(page, "trueup"):
-        fitting = words[0] == "calibrate" and "--nfe" in words  # takes seconds: README's is enough
-        ours = any(word in ("my-model", "my-model.trueup.safetensors") for word in words)
-        if ours and not (fitting and page != "README.md"):
-            assert main([*words, *SMALLER.get(words[0], "").split()]) == 0, capsys.readouterr().err
+        monkeypatch.chdir(tmp_path / ("classes" if "--null-label" in words else "plain"))
+        if words[0] not in NOT_RUN and words not in ran:
+            assert main(smaller(words)) == 0, f"{page}: {shlex.join(words)}: {capsys.readouterr().err}"
+            ran.append(words)
 
 
 def slug(heading):

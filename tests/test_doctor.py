@@ -68,7 +68,7 @@ def test_ideal_networks_are_healthy(data):
         process, prediction = USED[seed % len(USED)]
         found = examined(ideal.denoiser(process, prediction), ideal.sample(40, seed), seed=seed)
         assert found.healthy, (seed, str(found))
-        assert found.as_dict()["healthy"]
+        assert found.as_json()["healthy"]
 
 
 def test_healthy_says_what_would_have_been_seen():
@@ -105,7 +105,7 @@ def test_few_images_are_no_proof_of_health():
     found = distorted(None, count=3)
     assert not found.findings
     assert "not enough images (3)" in str(found)
-    assert not found.as_dict()["healthy"]
+    assert not found.as_json()["healthy"]
 
 
 # --- each way
@@ -296,7 +296,7 @@ def test_misuse_comes_first_and_alone():
 
 def test_findings_are_plain_values():
     found = distorted(lambda eps, u, lam: torch.full_like(eps, 0.1))
-    said = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    said = json.loads(json.dumps(found.as_json(), allow_nan=False))
     (one,) = said["findings"]
     assert one["kind"] in KINDS
     assert one["measurement"]["low"] < one["measurement"]["value"] < one["measurement"]["high"]

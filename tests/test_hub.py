@@ -17,7 +17,7 @@ from trueup.cli import main
 from trueup.errors import ModelError
 from trueup.files import is_hub_name
 from trueup.hf import as_denoiser
-from trueup.hf.hub import fetched, name_of
+from trueup.hf.hub import fetched, names_of
 
 from commandline import refused, trueup_command
 from hub import Hub, cached
@@ -82,8 +82,10 @@ def test_what_looks_like_a_name():
 def test_a_name_is_the_directory_it_stands_for(hub, pipeline):
     made = as_denoiser("google/ddpm")
     assert torch.equal(answer(made), answer(as_denoiser(pipeline)))
-    assert name_of(made.network) == "google/ddpm"
-    assert name_of(as_denoiser(pipeline).network) is None
+    assert names_of(made.network) == {"base_model": "google/ddpm"}
+    assert names_of(as_denoiser(pipeline).network) == {"name": pipeline.name}  # not its part, "unet"
+    assert names_of(as_denoiser("bundled:raw").network) == {"name": "bundled:raw"}
+    assert names_of(tiny_unet()) == names_of(torch.nn.Identity()) == {}
 
 
 def test_files_that_could_run_are_not_fetched(hub):
@@ -112,7 +114,9 @@ def test_a_directory_of_that_name_comes_first(hub, pipeline, tmp_path, monkeypat
     shutil.copytree(pipeline, tmp_path / "google" / "ddpm")
     assert as_denoiser("google/ddpm").shape == (1, 8, 8)
     assert hub.asked == []
-    assert name_of(diffusers.UNet2DModel.from_pretrained("google/ddpm", subfolder="unet")) is None
+    assert names_of(diffusers.UNet2DModel.from_pretrained("google/ddpm", subfolder="unet")) == {
+        "name": "ddpm"
+    }
 
 
 def test_a_revision(hub):
@@ -145,7 +149,7 @@ def test_a_cache_serves_without_a_network(offline, pipeline):
     cached(offline, "google/ddpm", pipeline)
     assert torch.equal(answer(as_denoiser("google/ddpm")), answer(as_denoiser(pipeline)))
     pipe = diffusers.DDPMPipeline.from_pretrained("google/ddpm")
-    assert name_of(pipe.unet) == "google/ddpm"
+    assert names_of(pipe.unet) == {"base_model": "google/ddpm"}
 
 
 def test_what_another_program_left_in_the_cache_is_enough(hub, monkeypatch):

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from trueup.calibration.shares import Shares
 from trueup.errors import ArtifactError, TrueupError
-from trueup.estimate import fit
+from trueup.estimate import fit, merge
 from trueup.estimate.moments import SUMS, Moments, fold_of
 from trueup.estimate.stored import pack, unpack
 from trueup.files import unpacked
@@ -250,7 +251,54 @@ def test_a_file_holds_all_of_it(tmp_path):
     assert more.images == 50
 
 
+def share(number, of=4, first=None):
+    """The moments of one share of a set of images."""
+    moments = filled(10, seed=number, first=10 * number if first is None else first, real=True)
+    moments.provenance["shares"] = {"held": [number], "of": of}
+    return moments
+
+
+def test_shares_are_merged_when_all_are_there():
+    merged = merge([share(2), share(4), merge([share(1), share(3)], partial=True)])
+    assert merged.images == 40
+    assert merged.provenance == filled(real=True).provenance  # as if nobody had dealt anything
+
+
+def test_a_share_that_is_missing_is_named_unless_some_will_do():
+    parts = [share(2), share(4)]
+    with pytest.raises(TrueupError, match=r"^shares 1 and 3 of 4 are missing: .* partial=True"):
+        merge(parts)
+    some = merge(parts, partial=True)
+    assert Shares.noted(some.provenance) == ((2, 4), 4)
+    with pytest.raises(TrueupError, match=r"^share 3 of 4 is missing"):
+        merge([some, share(1)])
+
+
+def test_shares_that_do_not_belong_together_are_refused():
+    other = filled(10, seed=2, first=50, real=True)  # of other images
+    same, more = share(2, first=50), share(3, of=8)
+    for two, words in (
+        (same, "both hold share 2 of 4: count it once"),
+        (more, "shares of 4 and of 8 do not belong together"),
+        (other, "share 2 of 4 cannot be added to what is no share"),
+    ):
+        two.digests = two.digests + 7_000_000
+        with pytest.raises(TrueupError, match=words):
+            merge([share(2), two], partial=True)
+
+
+def _shares(held, of):
+    return lambda m, t: m["provenance"].update(shares={"held": held, "of": of})
+
+
 DAMAGE = {
+    "no share": (_shares([], 3), "its list of shares"),
+    "share 0": (_shares([0, 1], 3), "its list of shares"),
+    "share 4 of 3": (_shares([1, 4], 3), "its list of shares"),
+    "a share twice": (_shares([1, 1], 3), "its list of shares"),
+    "half a share": (_shares([1.5], 3), "its list of shares"),
+    "too many shares": (_shares([1], 10**9), "of is 1000000000, expected a whole number from 1 to 99,999"),
+    "shares as text": (_shares("1", 3), "held is '1', expected a list"),
     "rows": (lambda m, t: t["rows"].mul_(-1), "rows holds values out of range, 0 to"),
     "squares": (lambda m, t: t["squares"].mul_(3), "squares are not those of weights"),
     "power": (lambda m, t: t["second"][..., 0, :, :].mul_(-1), r"residual\^2 is negative"),

@@ -26,8 +26,10 @@ from trueup.page.pictures import around_zero, standing_out, tiles
 
 from calibrations import emptied, make
 from forged import resign
-from pages import HOSTILE, Plain, comparison, likelihood, samplers, whole
+from pages import HOSTILE, Plain, checkup, comparison, likelihood, samplers, whole
 from tiny import tiny_unet
+
+PARTS = ("verdict", "samples", "diagnosis", "quality", "curves", "levels-of", "bands", "measures", "origin")
 
 
 class Seen(HTMLParser):
@@ -71,25 +73,29 @@ def files(tmp_path):
     cal = whole()
     cal.save(tmp_path / "a.trueup.safetensors")
     paths = []
-    for name, make_one in (("evaluate", comparison), ("samplers", samplers), ("likelihood", likelihood)):
-        paths.append(tmp_path / f"{name}.json")
+    for make_one in (checkup, comparison, samplers, likelihood):
+        paths.append(tmp_path / f"{make_one.__name__}.json")
         paths[-1].write_text(json.dumps(make_one(cal)))
     return tmp_path / "a.trueup.safetensors", paths
 
 
 def test_sections_stand_in_order(files):
     text = render(files[0], measured=files[1])
-    places = [
-        text.index(f'id="{name}"')
-        for name in ("verdict", "samples", "quality", "curves", "levels-of", "bands", "measures", "origin")
-    ]
+    places = [text.index(f'id="{name}"') for name in PARTS]
     assert places == sorted(places)
     first = re.search(r"<h1>(.*?)</h1>", text)[1]
     cal = trueup.load(files[0])
     assert cal.verdict()[1:].startswith(first[1:])
     assert first.count(". ") == 0
     words = said(text)
-    for part in ("UniPC", "Fréchet distance", "diffusion", "a note on what was compared", cal.identity):
+    for part in (
+        "Brightness or colour drifts",
+        "UniPC",
+        "Fréchet distance",
+        "diffusion",
+        "a note on what was compared",
+        cal.identity,
+    ):
         assert part in words
     assert "Not measured" not in words
     assert "trueup samplers" not in words
@@ -145,7 +151,7 @@ def test_hostile_texts_change_nothing_but_text(text):
 
     def page_with(word):
         cal = whole(model=word)
-        cal.provenance |= {"transform": {word: word}, "told": word, "generated": None}
+        cal.provenance |= {"name": word, "transform": {word: word}, "told": word, "generated": None}
         cal.solvers[0].provenance["base"] = word
         compared = comparison(cal, features={"name": word}, notes=[word])
         compared["rows"][0]["solver"] = compared["rows"][1]["uncalibrated"] = word
@@ -154,7 +160,10 @@ def test_hostile_texts_change_nothing_but_text(text):
         listed["samplers"][0] |= {"sampler": word, "grid": word}
         likely = likelihood(cal, description=word, of=word, notes=[word])
         likely["terms"][word] = likely["terms"]["diffusion"]
-        return render(cal, measured=[Plain(values) for values in (compared, listed, likely)])
+        ill = {"kind": word, "sentence": word, "advice": word}
+        found = checkup(cal, findings=[ill], notes=[word], would_have_been_seen={word: 0.1})
+        well = checkup(cal, findings=[], healthy=True, would_have_been_seen={word: 0.1})
+        return render(cal, measured=map(Plain, (compared, listed, likely, found, well)))
 
     plain, hostile = page_with("plain"), page_with(text)
     assert Seen(hostile).elements == Seen(plain).elements
@@ -177,6 +186,7 @@ def test_what_is_missing_is_said_with_the_command_that_makes_it():
     cal = make((1, 6, 8))
     words = said(render(cal))
     for command in (
+        "trueup check MODEL",
         "trueup samplers MODEL",
         "trueup evaluate MODEL",
         "trueup likelihood MODEL",
@@ -223,11 +233,67 @@ def test_a_name_on_the_hub_is_the_model_of_the_commands():
     assert "trueup calibrate me/mine --data IMAGES" in said(render(cal))
 
 
+def test_the_model_goes_by_the_name_people_know():
+    """Its directory's, or its class; on the Hub, that. A bare name is no argument of a command."""
+    cal = whole(model="UNet2DModel")
+    assert "<title>trueup: UNet2DModel</title>" in render(cal)
+    cal.provenance["name"] = "my-model"
+    text = render(cal)
+    assert "<title>trueup: my-model</title>" in text
+    assert "UNet2DModel" in said(text)
+    assert "trueup calibrate MODEL --data" in said(text)
+    cal.provenance["base_model"] = "me/mine"
+    assert "<title>trueup: me/mine</title>" in render(cal)
+
+
+@pytest.mark.parametrize("name", ["/home/me/my-model", "C:\\models\\mine", "..", 3])
+def test_a_path_is_no_name(tmp_path, name):
+    make((1, 6, 8)).save(tmp_path / "a.trueup.safetensors")
+
+    def change(meta, tensors):
+        meta["provenance"]["name"] = name
+
+    with pytest.raises(ArtifactError, match="the name of the model's directory makes no sense"):
+        trueup.load(resign(tmp_path / "a.trueup.safetensors", change))
+
+
+def test_a_healthy_network_is_called_so_with_what_would_have_been_seen():
+    cal = whole()
+    words = said(render(cal, measured=[Plain(checkup(cal, findings=[], healthy=True))]))
+    assert (
+        "Healthy Nothing above noise in 100 images. Would have been seen: drift of 0.1% of the loss." in words
+    )
+    words = said(render(cal, measured=[Plain(checkup(cal, findings=[], would_have_been_seen={}))]))
+    assert "100 images are not enough to say that it is healthy" in words
+    assert "Healthy" not in words
+
+
+def test_what_check_found_is_on_the_page_of_its_network_and_of_no_other(model, images, tmp_path, monkeypatch):
+    """From the commands themselves; and in Python from what the doctor returns."""
+    monkeypatch.chdir(tmp_path)
+    common = ["--data", str(images), "--no-samples", "--quiet"]
+    main(["check", str(model), *common, "-o", "check.json"])  # says that such a network was never trained
+    assert main(["calibrate", str(model), *common, "--trust", "-o", "a.trueup.safetensors"]) == 0
+    cal = trueup.load("a.trueup.safetensors")
+    assert cal.provenance["name"] == model.name
+    assert main(["report", "a.trueup.safetensors", "--with", "check.json", "-o", "r.html"]) == 0
+    found = json.loads((tmp_path / "check.json").read_text())["diagnosis"]
+    words = said((tmp_path / "r.html").read_text())
+    assert found["findings"]
+    assert all(one["sentence"][1:] in words and one["advice"][1:] in words for one in found["findings"])
+    assert str(tmp_path) not in (tmp_path / "r.html").read_text()
+    assert str(model.parent) not in (tmp_path / "r.html").read_text()
+    again = trueup.doctor.check(str(model), trueup.Images(images, count=20), progress=False)
+    assert again.findings[0].sentence[1:] in said(render(cal, measured=[again]))
+    with pytest.raises(MismatchError, match="another network"):
+        render(whole(), measured=[again])
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         ("{", "is no JSON"),
-        ("[]", "is something else: expected what trueup evaluate, samplers or likelihood wrote"),
+        ("[]", "is something else: expected what trueup check, samplers, evaluate or likelihood"),
         ('{"rows": 1}', "is something else"),
         ("[" * 100_000, "is no JSON"),
         ('{"samplers": [], "trajectories": 1, "calibrated": true}', "another network"),
@@ -256,7 +322,16 @@ def test_measurements_of_others_are_refused(kind):
         render(cal, measured=[kind(cal)])
 
 
-@pytest.mark.parametrize("kind", [comparison, samplers, likelihood])
+def test_a_diagnosis_is_of_a_network_whatever_calibration_it_has():
+    cal, other = whole(), whole(seed=1)
+    assert cal.identity != other.identity
+    assert "Brightness or colour drifts" in said(render(cal, measured=[Plain(checkup(other))]))
+    other.provenance["weights"] = {"float32": "cd" * 16}
+    with pytest.raises(MismatchError, match="another network"):
+        render(cal, measured=[Plain(checkup(other))])
+
+
+@pytest.mark.parametrize("kind", [comparison, samplers, likelihood, checkup])
 def test_changed_measurements_are_refused_or_shown(kind):
     """Whatever stands where a number, a name or a list belongs."""
     cal = whole()

@@ -17,10 +17,12 @@ from PIL import Image
 from torch.distributed.run import get_args_parser
 
 import trueup
+from trueup.density import objectives
 from trueup.estimate import Moments, measure
 from trueup.estimate.stored import SUMS
 from trueup.hf import as_denoiser
 from trueup.options import parser
+from trueup.page.origin import provenance
 
 from commandline import in_process, refused, trueup_command
 from tiny import blobs, save, tiny_unet
@@ -52,7 +54,8 @@ def torchrun(ranks, *arguments, restarts=0):
 
 
 def launched(*command, env=None, **more):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", **(env or {})}
+    threads = str(torch.get_num_threads())  # as here: with another number bits may differ
+    env = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONIOENCODING": "utf-8", **(env or {})}
     how = {"capture_output": True, "text": True, "env": env, "timeout": 300}
     return subprocess.run(list(map(str, command)), **how, **more)
 
@@ -381,6 +384,19 @@ def test_calibrate_returns_the_same_on_every_rank(job, model, images):
     assert ours.gains == expected.gains
 
 
+def test_each_rank_reads_its_own_images_to_measure_the_denoising_loss(job, model, images):
+    said = [json.loads((job / f"said.{rank}").read_text()) for rank in range(3)]
+    denoiser = as_denoiser(str(model), device="cpu", batch_size=4)
+    for turn, cal in enumerate((None, trueup.load(job / "calibration.0"))):
+        data = trueup.Images(images, count=100, skip_bad=True)
+        alone = objectives(denoiser, data, cal, levels=[300, 700], trust=True, progress=False)
+        assert [one["losses"][turn] for one in said] == [[alone.before.tolist(), alone.notes]] * 3
+    assert "20 images made the calibration and are passed over" in alone.notes
+    # One process reads all 33. A rank compares 16 with others, reads 11 or 12, and a few again, since two of
+    # the others cannot be used.
+    assert all(16 + 8 <= one["reads"] <= 16 + 20 for one in said), [one["reads"] for one in said]
+
+
 @pytest.mark.parametrize(
     ("env", "command", "words"),
     [
@@ -422,9 +438,20 @@ def test_shards_merged_are_what_one_process_writes(model, images, one, tmp_path)
     assert_same_calibration(trueup.load(out), one[0])
     assert done.stdout == one[1].stdout
 
-    refused(trueup_command("merge", parts[0], parts[0], "-o", tmp_path / "y"), "both hold sample")
+    refused(trueup_command("merge", parts[0], parts[0], "-o", tmp_path / "y"), "both hold share 1 of 3")
     refused(trueup_command("merge", parts[0], out, "-o", tmp_path / "y"), str(out))
     refused(trueup_command("merge", out, "-o", out), "exists")
+
+    two = ("merge", parts[0], parts[2], "-o", tmp_path / "y")
+    refused(trueup_command(*two), "share 2 of 3 is missing", "pass --partial to do without")
+    assert not (tmp_path / "y").exists()
+    done = trueup_command(*two, "--partial")
+    assert done.returncode == 0, done.stderr
+    assert "images: 20, all of 33 images; shares 1 and 3 of 3 alone" in done.stdout.splitlines()
+    some = trueup.load(tmp_path / "y")
+    assert some.shares == ((1, 3), 3)
+    assert json.loads(trueup_command("inspect", tmp_path / "y", "--json").stdout)["shares"]["held"] == [1, 3]
+    assert ("images", "20 run through the network, 20 read; shares 1 and 3 of 3 alone") in provenance(some)
 
 
 def test_a_share_goes_on_from_its_run_directory(model, images, tmp_path):

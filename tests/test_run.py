@@ -332,6 +332,11 @@ def tampered(file, change):
         lambda meta, tensors: meta["moments"].__setitem__("mean_only", -3),
         lambda meta, tensors: meta["moments"].__setitem__("shape", "nonsense"),
         lambda meta, tensors: meta.__setitem__("signed", 7),
+        lambda meta, tensors: meta["moments"].__setitem__("mean_only", 1),
+        lambda meta, tensors: meta["moments"].__setitem__("skipped", "none"),
+        lambda meta, tensors: tensors["rows"].mul_(1.001),
+        lambda meta, tensors: tensors["squares"].mul_(0.999),
+        lambda meta, tensors: tensors.__setitem__("indices", tensors["indices"][None]),
     ],
 )
 def test_a_checkpoint_that_was_changed_is_not_gone_on_from(mixture, tmp_path, change):
@@ -344,6 +349,39 @@ def test_a_checkpoint_that_was_changed_is_not_gone_on_from(mixture, tmp_path, ch
         return  # could not even be written
     with pytest.raises(TrueupError, match=r"delete it, and what it holds is measured again"):
         measure(off(mixture), x0, run=tmp_path)
+
+
+def test_a_sample_that_the_data_does_not_have_is_named(mixture, tmp_path):
+    """Of many only some are looked at again; that none is beyond the data costs nothing to see."""
+    x0 = mixture.sample(60).float()
+    images = Images(x0, labels=[0] * 60)
+    settings = {"levels": LEVELS, "trust": True, "progress": False, "run": tmp_path}
+    measure_images(off(mixture), images, **settings)
+
+    def far(meta, tensors):
+        tensors["indices"][1] = 2**62
+
+    tampered(tmp_path / "checkpoint.safetensors", far)
+    with pytest.raises(DataError, match=r"is not in the array: put the images back"):
+        measure_images(off(mixture), images, **settings)
+
+
+def test_a_file_is_not_deleted_before_what_replaces_it_was_read(mixture, tmp_path):
+    x0 = mixture.sample(8).float()
+    measure(off(mixture), x0, count=4, run=tmp_path)
+    file, other = (tmp_path / f"checkpoint{n}.safetensors" for n in ("", "-1"))
+    other.write_bytes(file.read_bytes())
+    measure(off(mixture), x0, count=6, run=tmp_path)
+    other.write_bytes(file.read_bytes())
+    file.unlink()
+    measure(off(mixture), x0, count=4, run=tmp_path / "few")
+    (tmp_path / "few" / "checkpoint.safetensors").rename(file)
+    tampered(other, lambda meta, tensors: tensors["rows"].mul_(1.001))
+    with pytest.raises(TrueupError, match=r"checkpoint-1.safetensors cannot be trusted"):
+        measure(off(mixture), x0, run=tmp_path)
+    assert file.exists()
+    other.unlink()
+    assert measure(off(mixture), x0, run=tmp_path).images == 8
 
 
 def test_a_damaged_checkpoint_is_named(mixture, tmp_path):

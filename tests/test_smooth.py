@@ -82,6 +82,21 @@ def test_rounding_in_the_sums_is_rounding_in_the_fit(measured, trained, family):
             assert difference(moments, cal, other) < 5e-7
 
 
+@pytest.mark.parametrize("family", ["shift", "spectral"])
+def test_the_fit_answers_in_proportion_however_small_the_change(measured, trained, family):
+    """A slope: out over in is one number from 1e-6 to 1e-11. Of a jump it would grow."""
+    for moments in (*measured.values(), trained):
+        cal = fit(moments, family=family)
+        for seed in range(2):
+            ratios = [
+                difference(moments, cal, fit(perturbed(moments, size, seed), family=family)) / size
+                for size in (1e-6, 1e-9, 1e-11)
+            ]
+            # Curvature at 1e-6, and rounding (1e-16, through sums of a thousand terms) at 1e-11.
+            assert max(ratios) < 1.1 * min(ratios) + 0.05
+            assert max(ratios) < 500
+
+
 def between(one, other, share):
     """The moments of both sets of samples, mixed."""
     mixed = {name: (1 - share) * getattr(one, name) + share * getattr(other, name) for name in SUMS}

@@ -59,6 +59,15 @@ def is_hub_name(name: Any) -> bool:
     return "--" not in text and ".." not in text and not text.endswith(files)
 
 
+def is_bare_name(name: Any) -> bool:
+    """Whether something can be the name of a directory, and is no path.
+
+    >>> is_bare_name("my-model"), is_bare_name("/home/me/my-model"), is_bare_name("..")
+    (True, False, False)
+    """
+    return isinstance(name, str) and name.strip(". ") != "" and not {"/", "\\"} & set(name)
+
+
 def printable(text: str) -> str:
     r"""A text that does nothing to a terminal but appear.
 
@@ -68,7 +77,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def line(error: BaseException, longest: int = 200) -> str:
+def line(error: BaseException | str, longest: int = 200) -> str:
     """What an error says, on one line."""
     return printable(" ".join(str(error).split()))[:longest]
 

@@ -35,7 +35,7 @@ _MERGE = """examples:
   trueup merge 1.moments.safetensors 2.moments.safetensors -o raw.trueup.safetensors
 
 Makes one calibration of what `trueup calibrate --shard` measured, of one model with the same settings, on any
-machine at any time; a share that is not named is left out. The network is not needed, so no samples judge it.
+machine at any time; all shares, unless --partial. The network is not needed, so no samples judge it.
 """
 _CHECK = """examples:
   trueup check bundled:raw --data bundled:images
@@ -43,7 +43,8 @@ _CHECK = """examples:
 
 Says how miscalibrated MODEL is, and whether it is being used as it was trained: wrong range, BGR, another
 prediction type or schedule are named, with exit code 2. Draws a few samples to see whether correcting it
-brings them closer to the data. Writes nothing. Exits with 1 if --fail-above is surely exceeded.
+brings them closer to the data. Writes nothing but what -o asks for. Exits with 1 if --fail-above
+is surely exceeded.
 """
 _SAMPLE = """examples:
   trueup sample bundled:raw -n 16 --solver dpm-solver-3 --nfe 20 -o before.png
@@ -88,12 +89,14 @@ _INSPECT = """examples:
 """
 _REPORT = """examples:
   trueup report raw.trueup.safetensors -o report.html
+  trueup check bundled:raw --data bundled:images -o check.json
   trueup samplers bundled:raw --calibration raw.trueup.safetensors -o samplers.json
-  trueup report raw.trueup.safetensors --with samplers.json -o report.html
+  trueup report raw.trueup.safetensors --with check.json samplers.json -o report.html
 
 Writes what a calibration file says as one page, to be opened in a browser: verdict, samples before and after,
-quality against evaluations, the paper's figures, measures, provenance. The page loads nothing and needs no
-network. What was measured elsewhere comes by --with; where something is missing, the page says what makes it.
+diagnosis, quality against evaluations, the paper's figures, measures, provenance. The page loads nothing and
+needs no network. What was measured elsewhere comes by --with; where something is missing, the page says what
+makes it.
 """
 _DEMO = """examples:
   trueup demo
@@ -197,6 +200,7 @@ def parser() -> _Parser:
     merge = command("merge", _MERGE, "make a calibration of what shards measured")
     written = "what `calibrate --shard` wrote"
     merge.add_argument("files", type=Path, nargs="+", metavar="PART", help=written)
+    merge.add_argument("--partial", **_FLAG, help="make do with some of the shares; the file says which")
     merge.add_argument("--family", choices=_FAMILIES, default="spectral")
     merge.add_argument("--estimator", choices=_ESTIMATORS, default="shrunk")
     merge.add_argument("-o", "--output", required=True, **_FILE, help="the calibration to write")
@@ -204,13 +208,15 @@ def parser() -> _Parser:
     merge.add_argument("--json", **_FLAG, help="JSON on standard output, all else on standard error")
     merge.add_argument("--quiet", **_FLAG, help="no progress, and only what matters most")
 
-    check = command("check", _CHECK, "say how miscalibrated a model is; write nothing")
+    check = command("check", _CHECK, "say how miscalibrated a model is, and why")
     _add_data(check, images=100)
     _add_model(check)
     _add_fit(check)
     surely = "exit with 1 if calibrating would surely gain more than X bits/dim of the likelihood bound"
     check.add_argument("--fail-above", type=typed.positive_float, metavar="X", help=surely)
     check.add_argument("--figure", **_FIGURE)
+    check.add_argument("-o", "--output", **_FILE, help="write JSON, for `report --with` say")
+    check.add_argument("--force", **_FLAG, help="replace FILE if it exists")
 
     samplers = command("samplers", _SAMPLERS, "which sampler and schedule for a model")
     samplers.add_argument("--nfe", type=typed.counts, default=[5, 8, 10, 20], metavar="N,M,..", help=_NUMBERS)
@@ -291,7 +297,7 @@ def parser() -> _Parser:
 
     report = command("report", _REPORT, "write a calibration as a page to look at", json=False)
     report.add_argument("file", metavar="FILE", help=_MADE)
-    others = "what `evaluate`, `samplers` and `likelihood` wrote with -o, of this calibration"
+    others = "what `check`, `samplers`, `evaluate` and `likelihood` wrote with -o, of this network"
     report.add_argument(
         "--with", dest="measured", nargs="+", action="extend", default=[], **_FILE, help=others
     )

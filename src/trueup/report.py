@@ -62,7 +62,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         if calibration.measured
     ]
     own = ("empty", "family", "estimator", "gains", "data_images", "generated")
-    made = ("model", "parametrization", "weights", "seed")
+    made = ("name", "model", "parametrization", "weights", "seed")
     bits = e.bound_gain.scaled(e.bits_per_dim(1.0))
     return {
         "verdict": calibration.verdict(),
@@ -78,6 +78,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         },
         "levels": levels,
         "process": calibration.process.kind,
+        "shares": None if calibration.shares is None else calibration.shares.settings(),
         "samples": None if calibration.samples is None else calibration.samples.as_json(),
         "classes": [
             {

@@ -49,7 +49,7 @@ def shard(text: str) -> tuple[int, int]:
     >>> shard("3/8")
     (3, 8)
     """
-    found = re.fullmatch(r"([1-9]\d{0,8})/([1-9]\d{0,8})", text)
+    found = re.fullmatch(r"([1-9]\d{0,4})/([1-9]\d{0,4})", text)
     if found is None or int(found[1]) > int(found[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 1 to N, such as 3/8")
     return int(found[1]), int(found[2])

@@ -17,10 +17,11 @@ from trueup.calibration.conditions import OfConditions, pack_conditions, unpack_
 from trueup.calibration.correction import CHANGED, GAINS, Correction, Innovation
 from trueup.calibration.drawn import pack_drawn, pack_maps, unpack_drawn, unpack_maps
 from trueup.calibration.evidence import Evidence, SampleEvidence
+from trueup.calibration.shares import Shares
 from trueup.denoiser import Binding
 from trueup.denoiser.layout import LAYOUTS
 from trueup.errors import ArtifactError
-from trueup.files import is_hub_name
+from trueup.files import is_bare_name, is_hub_name
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess, from_settings
 from trueup.statistics import Number
@@ -327,6 +328,8 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
         raise ArtifactError("the model's name makes no sense")
     if "base_model" in given and not is_hub_name(given["base_model"]):
         raise ArtifactError("the model's name on the Hub makes no sense")
+    if "name" in given and not is_bare_name(given["name"]):
+        raise ArtifactError("the name of the model's directory makes no sense")
     if "data_range" in given:
         low, high = numbers(given["data_range"], "data_range", -1e9, 1e9, least=2, most=2)
         if not low < high:
@@ -336,6 +339,7 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
     if "null_label" in given:
         whole(given, "null_label", -_LARGEST_LABEL, _LARGEST_LABEL)
     SampleEvidence.of(given)
+    Shares.noted(given)
     if "binding" in given:
         _check_binding(part(given, "binding", dict))
 

@@ -18,13 +18,14 @@ from trueup.calibration.conditions import OfConditions
 from trueup.calibration.correction import Correction, check_gains
 from trueup.calibration.drawn import Drawn
 from trueup.calibration.evidence import Evidence, SampleEvidence, of_samples
+from trueup.calibration.shares import Shares
 from trueup.calibration.sharing import find_calibration, push_folder, save_folder
 from trueup.denoiser import Denoiser
 from trueup.denoiser.weights import same_weights
 from trueup.errors import Argument, MismatchError
 from trueup.files import load_as, save_tensors, unpacked
 from trueup.fitted import FittedSolver, purpose
-from trueup.hf.hub import name_of
+from trueup.hf.hub import names_of
 from trueup.hf.loading import diffusers_module
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess, from_settings
@@ -106,7 +107,7 @@ class Calibration:
                 "binding": None if binding is None else binding.settings(),
                 "data_range": list(denoiser.data_range) if denoiser.data_range else None,
                 **denoiser.told(),
-                **({} if (name := name_of(denoiser.network)) is None else {"base_model": name}),
+                **names_of(denoiser.network),
             },
             gains="none",
         )
@@ -226,6 +227,11 @@ class Calibration:
         """What samples near the limit said of it, where some were drawn."""
         return SampleEvidence.of(self.provenance)
 
+    @property
+    def shares(self) -> Shares | None:
+        """Which shares of the images it was made from, where that was not all of them."""
+        return Shares.noted(self.provenance)
+
     def fits(self, weights: dict[str, str]) -> bool:
         """Whether it was made for a network with these weights (see `trueup.denoiser.fingerprint`)."""
         ours = self.provenance.get("weights") or {}
@@ -344,7 +350,8 @@ class Calibration:
         ]
         lines += self._of_classes()
         if isinstance(self.provenance.get("chosen"), str):
-            lines.append(f"images: {e.images:,}, {self.provenance['chosen']}")
+            part = "" if self.shares is None else f"; {self.shares} alone"
+            lines.append(f"images: {e.images:,}, {self.provenance['chosen']}{part}")
         if self.generated:
             lines.append("measured on the model's own samples: errors that these share with it do not show")
         if self.samples is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from trueup.estimate import Moments, classes_of, fit, measure
 from trueup.estimate import merge as merge_moments
 from trueup.estimate.diagnose import Diagnosis, look
 from trueup.figure import check_figure, draw, draw_samplers
-from trueup.files import write
 from trueup.fitting import fit_solver, judge, labels_of
 from trueup.fitting import samplers as compare_samplers
 from trueup.fitting.kept import clear
@@ -91,7 +89,7 @@ def _write_share(moments: Moments, options: argparse.Namespace) -> int:
 
 def merge(options: argparse.Namespace) -> int:
     """`trueup merge`."""
-    moments = merge_moments([Moments.load(path) for path in options.files])
+    moments = merge_moments([Moments.load(path) for path in options.files], partial=options.partial)
     calibration = fit(moments, family=options.family, estimator=options.estimator)
     calibration.save(options.output)
     more = {"output": str(options.output), "files": [str(path) for path in options.files]}
@@ -142,9 +140,7 @@ def samplers(options: argparse.Namespace) -> int:
         if shared.first():
             draw_samplers(found, options.figure)
         say(options, f"wrote {options.figure}")
-    if options.output is not None:
-        if shared.first():
-            write(options.output, f"{json.dumps(found.as_json(), indent=2)}\n".encode())
+    if shared.write_json(options, found.as_json()):
         say(options, f"wrote {options.output}")
     show(options, found.as_json(), f"verdict: {found.verdict()}" if options.quiet else found.table())
     return 0
@@ -197,7 +193,8 @@ def check(options: argparse.Namespace) -> int:
     low = calibration.uncalibration.low
     unknown = options.fail_above is not None and math.isnan(low)
     failed = options.fail_above is not None and low > options.fail_above
-    more = {"problem": problem, "failed": failed, "skipped": moments.skipped, "diagnosis": found.as_dict()}
+    more = {"problem": problem, "failed": failed, "skipped": moments.skipped, "diagnosis": found.as_json()}
+    shared.write_json(options, {**as_json(calibration), **more})
     _report(calibration, options, more, found)
     if problem is not None:
         warn(problem)
@@ -256,7 +253,10 @@ def _report(
         origin = calibration.provenance
         weights = next(iter((origin.get("weights") or {}).values()), "none")
         predicts, noise = calibration.parametrization.name, calibration.process.kind
-        text += f"\nmade for: samples of shape {calibration.shape}, {predicts} prediction, {noise} noise, "
+        named = f"{name}, " if (name := origin.get("base_model") or origin.get("name")) else ""
+        text += (
+            f"\nmade for: {named}samples of shape {calibration.shape}, {predicts} prediction, {noise} noise, "
+        )
         seed, images = origin.get("seed"), calibration.data_images
         text += f"weights {weights[:8]}" + (f"; seed {seed}, {images:,} images" if images else "")
     show(options, {**as_json(calibration), **more}, text)

@@ -139,13 +139,19 @@ def run_directory(options: argparse.Namespace) -> Path | None:
     return options.run or (None if options.output is None else Path(f"{options.output}.run"))
 
 
+def write_json(options: argparse.Namespace, values: dict[str, Any]) -> bool:
+    """Write values to the output that was asked for, if any; whether it was."""
+    if options.output is not None and first():
+        write(options.output, f"{json.dumps(values, indent=2)}\n".encode())
+    return options.output is not None
+
+
 def conclude(options: argparse.Namespace, found: Any, kept: str) -> int:
     """Show a measurement, and write it to the output there may be; kept: what the run directory holds."""
     values = found.as_json()
-    if options.output is not None and first():
-        write(options.output, f"{json.dumps(values, indent=2)}\n".encode())
+    written = write_json(options, values)
     show(options, values, found.table())
-    if options.output is not None:
+    if written:
         run = f"; {options.run} keeps {kept} (delete it when you are done)" if options.run else ""
         say(options, f"wrote {options.output}{run}")
     return 0

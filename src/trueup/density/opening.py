@@ -15,9 +15,9 @@ from trueup.denoiser import Denoiser
 from trueup.errors import Argument, DataError, ModelError
 from trueup.estimate.diagnose import check_use
 from trueup.estimate.measuring import NEEDS_LABELS
-from trueup.estimate.shares import told_of
+from trueup.estimate.shares import dealing, told_of
 from trueup.hf import as_denoiser
-from trueup.images import Batch, Samples, open_images
+from trueup.images import Batch, Ranks, Samples, open_images
 
 SIDES = ("before", "after")
 
@@ -78,14 +78,20 @@ class Sides:
         samples.skipped.clear()
         return samples
 
-    def batches(self, size: int) -> Iterator[Batch]:
-        """The images, each once, with labels where the network needs them; notes what was passed over."""
-        samples, batch = self.samples, None
-        for batch in samples.batches(size, without=self.without, unique=True):
+    def batches(self, size: int, *, own: bool = False) -> Iterator[Batch]:
+        """The images, each once, with labels where the network needs them; notes what was passed over.
+
+        own: of ranks that work together each reads and has every n-th batch, see `distributed.in_turn`.
+        """
+        samples, how = self.samples, dict[str, Any]()
+        if own and distributed.size() > 1:
+            ranks = Ranks(distributed.rank(), distributed.size(), distributed.gather)
+            how = {"skip": {}, "mine": dealing((1, 1)), "ranks": ranks}
+        for batch in samples.batches(size, without=self.without, unique=True, **how):
             if self.denoiser.conditional and batch.y is None:
                 raise DataError(NEEDS_LABELS)
             yield batch
-        if batch is None:
+        if not samples.walked:  # by nobody
             raise DataError(f"{samples.name} holds no samples that can be used")
         if samples.held_back:
             self.notes.append(f"{samples.held_back} images made the calibration and are passed over")

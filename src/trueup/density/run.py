@@ -22,6 +22,7 @@ from trueup.density.flow import Divergence
 from trueup.density.opening import Sides
 from trueup.density.result import Likelihood
 from trueup.errors import Argument, DataError, ModelError, TrueupError
+from trueup.files import printable
 from trueup.images import Batch, open_images
 from trueup.noise import hashed
 from trueup.progress import Progress
@@ -151,7 +152,13 @@ def _collect(sides: Sides, how: Bound | Exact, kept: Kept | None, progress: bool
     groups: list[Tensor] = []
     done = 0 if kept is None else kept.done
     done = done if expected is None else min(done, expected)
-    before = kept.tensors(done)["digest"] if kept is not None and done else None
+    names = ["sample", "digest", "eight_bit"]
+    names += [f"{name}_{side}" for name in (*how.terms, "evaluations") for side in sides.names]
+    before = kept.tensors(done, *names) if kept is not None and done else None
+    for name, values in (before or {}).items():
+        if values.ndim != 1 or values.is_floating_point() == (name in ("sample", "digest")):
+            assert kept is not None
+            raise TrueupError(f"{printable(name)} in {kept.folder} makes no sense: delete it to start over")
     seen, at_once = 0, sides.denoiser.batch_size
     fitting: int | None = at_once
     size = at_once if samples.indexed else max(at_once, _LOOKED_AT)  # a stream's first must be at hand
@@ -167,7 +174,8 @@ def _collect(sides: Sides, how: Bound | Exact, kept: Kept | None, progress: bool
                 how.prepare(_to_look_at(sides, batch), sides.calibration)
             skip = min(max(0, done - seen), len(batch))
             if kept is not None and before is not None:
-                _check_same(before[seen : seen + skip], batch, samples.name, kept)
+                known = {name: before[name][seen : seen + skip] for name in ("digest", "sample")}
+                _check_same(known, batch, samples.name, kept)
             seen += len(batch)
             if skip == len(batch):
                 continue
@@ -231,10 +239,11 @@ def _digests(batch: Batch) -> Tensor:
     return batch.digests ^ hashed(batch.y.reshape(len(batch), -1).double().view(torch.int64)).sum(1)
 
 
-def _check_same(digests: Tensor, batch: Batch, name: str, kept: Kept) -> None:
+def _check_same(known: dict[str, Tensor], batch: Batch, name: str, kept: Kept) -> None:
     """Raise if an image is not the one that was measured before."""
-    same = _digests(batch)[: len(digests)] == digests
+    rows = len(known["digest"])
+    same = (_digests(batch)[:rows] == known["digest"]) & (batch.index[:rows] == known["sample"])
     if not same.all():
-        which = f"sample {int(batch.index[: len(digests)][~same][0])} of {name}"
+        which = f"sample {int(batch.index[:rows][~same][0])} of {name}"
         advice = "put the images back, or use a new run directory"
         raise DataError(f"{which} is not what it was when {kept.folder} was begun: {advice}")

@@ -205,10 +205,11 @@ def objectives(
         return {name: torch.stack([row[name] for row in rows], 1).cpu() for name in rows[0]}
 
     with sides.attached, denoiser.evaluating(), torch.inference_mode(), bar:
-        for batch, found in distributed.dealt(sides.batches(denoiser.batch_size), measured):
-            parts.append(found)
+        for batch in sides.batches(denoiser.batch_size, own=True):
+            parts.append(measured(batch))
             if batch.group is not None and samples.images.groups is not None:
                 parts[-1]["group"] = batch.group
+    parts = distributed.in_turn(parts)
     found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     if not torch.isfinite(found["before"]).all():
         where = float(t[~torch.isfinite(found["before"]).all(0)][0])

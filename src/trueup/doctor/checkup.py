@@ -80,7 +80,7 @@ def check(
             findings += own
         findings += _terminal(parts, denoiser)
     findings.sort(key=_order)
-    return Checkup(findings, moments.images, limits, notes)
+    return Checkup(findings, moments.images, limits, notes, {"weights": denoiser.fingerprint()})
 
 
 def _order(finding: Finding) -> tuple[int, float]:

@@ -29,7 +29,7 @@ class Finding:
         """As it is printed."""
         return f"{self.kind}: {self.sentence}" + (f"; {self.advice}" if self.advice else "")
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Plain JSON values; what is not known is null."""
         return {
             "kind": self.kind,
@@ -52,6 +52,7 @@ class Checkup:
     images: int
     limits: dict[str, float]
     notes: list[str] = field(default_factory=list)  # what could not be looked at, and why
+    settings: dict[str, Any] = field(default_factory=dict)  # whose findings these are
 
     @property
     def healthy(self) -> bool:
@@ -74,14 +75,15 @@ class Checkup:
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
             "healthy": self.healthy and any(limit < math.inf for limit in self.limits.values()),
-            "findings": [finding.as_dict() for finding in self.findings],
+            "findings": [finding.as_json() for finding in self.findings],
             "images": self.images,
             "would_have_been_seen": {k: v if math.isfinite(v) else None for k, v in self.limits.items()},
             "notes": list(self.notes),
+            "settings": self.settings,
         }
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from trueup import distributed
 from trueup.calibration.conditions import Projection, pooled
 from trueup.calibration.correction import LEVEL_SPACING
+from trueup.calibration.shares import Shares
 from trueup.denoiser import Denoiser, in_parts
 from trueup.denoiser.sharded import is_spread
 from trueup.errors import Argument, DataError, ModelError
@@ -28,8 +29,8 @@ from trueup.estimate.moments import Moments
 from trueup.estimate.run import SHARDS, Resumed, Run, settings_of
 from trueup.estimate.shares import checked_share, dealing, in_order, in_share, of_all_ranks, told_of
 from trueup.hf import as_denoiser
-from trueup.hf.hub import name_of
-from trueup.images import Batch, Ranks, Samples, as_images, open_images
+from trueup.hf.hub import names_of
+from trueup.images import Batch, Ranks, Samples, as_images, open_images, sent
 from trueup.noise import checked_seed, level_key, level_keys, normal, normals
 from trueup.process import NoiseProcess
 from trueup.progress import Progress
@@ -131,10 +132,8 @@ def measure(
         "generated": getattr(samples.images.source, "origin", None),
         "grouping": samples.images.groups is not None,
         "chosen": samples.chosen(),
+        **names_of(denoiser.network),
     }
-    base_model = name_of(denoiser.network)
-    if base_model is not None:
-        provenance["base_model"] = base_model
     classes = tuple(int(y) for y in classes)
     if denoiser.null_label is not None and denoiser.null_label in classes:
         provenance["null_label"] = int(denoiser.null_label)
@@ -170,6 +169,8 @@ def measure(
         raise DataError(f"{of} holds no samples{why}")
     moments = in_order(moments)
     moments.duplicates = samples.duplicates + samples.held_back
+    if own[1] > 1:
+        moments.provenance["shares"] = Shares((own[0],), own[1]).settings()
     if mean_images and samples.images.count is not None:  # else all there are were measured
         samples.images = replace(samples.images, count=moments.images + mean_images)
         known = dict(zip(moments.indices.tolist(), moments.digests.tolist(), strict=True))
@@ -271,6 +272,8 @@ def _measure(
         moments = moments.to(denoiser.device)
     saved, cost = time.monotonic(), 0.0  # when the last checkpoint was written, and how long that took
     kept = len(moments.indices)  # samples in the last checkpoint
+    before: _AllFinite | None = None
+    latest: _AllFinite | None = None
     bar = Progress(
         None if expected is None else total, "measuring", done=min(done * each, total), show=progress
     )
@@ -281,13 +284,15 @@ def _measure(
         for batch in samples.batches(denoiser.batch_size, **own):
             if denoiser.conditional and batch.y is None:
                 raise DataError(NEEDS_LABELS)
-            check_finite(moments)  # of the batch before: its last evaluations ran while this one was read
             if not len(moments.indices):
                 check_responds(denoiser, batch, seed)
             if moments.conditions is not None and batch.y is not None and samples.images.groups is None:
                 batch = replace(batch, group=keys(denoiser.embedding(batch.y)))
             _bind(denoiser, moments, batch.y)
             add_batch(moments, denoiser, batch, seed)
+            before, latest = latest, _AllFinite(moments)
+            if before is not None and not before:  # while this batch runs
+                check_finite(moments)
             if run is not None:
                 run.note(batch, samples)
                 if cost < _CHEAP or time.monotonic() - saved >= _SAVING * cost:
@@ -305,14 +310,13 @@ def _measure(
 
 @torch.inference_mode()
 def add_batch(moments: Moments, denoiser: Denoiser, batch: Batch, seed: int) -> None:
-    """Evaluate a batch of samples at every level and add what came out."""
+    """Evaluate a batch of samples at every level and add what came out. Does not wait for a GPU."""
     device, process = denoiser.device, denoiser.process
-    # Copies to a device wait for it, so there are none between here and the last evaluation.
     there = batch.to(device)
     wide = (-1, *[1] * there.x0.ndim)
-    alpha, sigma = (v.to(device, torch.float32).reshape(wide) for v in (moments.alpha, moments.sigma))
-    keys = level_keys(moments.t).to("cpu" if device.type == "mps" else device)
-    times = moments.t.to(device, torch.int64 if process.integer_times else torch.float32)
+    alpha, sigma = (sent(v, device, torch.float32).reshape(wide) for v in (moments.alpha, moments.sigma))
+    keys = sent(level_keys(moments.t), torch.device("cpu") if device.type == "mps" else device)
+    times = sent(moments.t, device, torch.int64 if process.integer_times else torch.float32)
     positions = torch.arange(moments.levels, device=moments.first.device)
 
     null = moments.provenance.get("null_label")
@@ -344,12 +348,28 @@ def add_batch(moments: Moments, denoiser: Denoiser, batch: Batch, seed: int) -> 
     at_once = max(1, _AT_ONCE // there.x0.numel())
     for rows, start in product(told, range(0, moments.levels, at_once)):
         in_parts(partial(work, rows, slice(start, start + at_once)), len(rows))
-    _note(moments, batch)
+    _note(moments, replace(batch, x0=there.x0))
 
 
 def check_finite(moments: Moments) -> None:
-    """Raise if the network returned nonsense. Waits for the device, so it is asked once a batch, late."""
+    """Raise if the network returned nonsense. Waits for the device."""
     refuse_nonsense(moments.second.movedim(2, 0), moments.t)
+
+
+class _AllFinite:
+    """Whether all sums are finite now: asked later, a GPU is waited for no further than to here."""
+
+    def __init__(self, moments: Moments):
+        finite = moments.second.isfinite().all()
+        self._event = torch.cuda.Event() if finite.is_cuda else None
+        self._finite = finite.to("cpu", non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def __bool__(self) -> bool:
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._finite)
 
 
 @torch.inference_mode()

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from trueup.bands import Bands, full_precision
 from trueup.calibration.correction import Correction
+from trueup.calibration.shares import Shares, joined
 from trueup.errors import TrueupError
 from trueup.estimate.conditions import Conditions
 from trueup.estimate.stored import KIND, LEVELS, SUMS, dimensions, pack, unpack
@@ -44,6 +45,8 @@ _AT_ONCE = 2**21  # values of large samples that are added together
 _BY_LEVEL, _DATA, _NOTES = SUMS[:4], SUMS[4:], ("indices", "digests")
 _DEAL = 0x5EED0F0F01D5  # so that dealing has nothing to do with drawing noise
 _WRAP = (1 << 64) - 1
+# What may differ between moments that are added; another machine may keep the model elsewhere.
+_APART: dict[str, Any] = {"chosen": None, "shares": None, "name": None}
 _NONE = torch.zeros(0, dtype=torch.int64)
 
 
@@ -281,11 +284,12 @@ class Moments:
     def __add__(self, other: Moments) -> Moments:
         """The moments of both sets of samples: later images, or another machine's. They must not overlap."""
         ours, theirs = (
-            (m.shape, m.bands.edges, m.folds, m.classes, m.t.tolist(), {**m.provenance, "chosen": None})
+            (m.shape, m.bands.edges, m.folds, m.classes, m.t.tolist(), {**m.provenance, **_APART})
             for m in (self, other)
         )
         if ours != theirs:
             raise TrueupError("moments measured with other settings cannot be added")
+        shares = joined(Shares.noted(self.provenance), Shares.noted(other.provenance))
         noted = [bool(len(part.indices)) for part in (self, other) if part.rows.any() or part.data_rows.any()]
         if len(set(noted)) > 1:
             raise TrueupError("only one of these moments says which samples it holds: they may overlap")
@@ -301,9 +305,14 @@ class Moments:
         if self.conditions is not None and other.conditions is not None:
             added["conditions"] = self.conditions + other.conditions
         chosen = dict.fromkeys(m.provenance.get("chosen") for m in (self, other))
+        provenance = dict(self.provenance)
         if len(chosen) > 1:
-            added["provenance"] = {**self.provenance, "chosen": "; ".join(map(str, chosen))[:1000]}
-        return replace(self, **added, data_digest=(self.data_digest + other.data_digest) & _WRAP)
+            provenance["chosen"] = "; ".join(map(str, chosen))[:1000]
+        if shares is not None:
+            provenance["shares"] = shares.settings()
+        return replace(
+            self, **added, provenance=provenance, data_digest=(self.data_digest + other.data_digest) & _WRAP
+        )
 
     def pooled(self) -> Moments:
         """All classes as one."""

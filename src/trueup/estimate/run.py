@@ -50,6 +50,7 @@ class Run(Folder):
         super().__init__(path, hold=rank == 0)
         self.file = self.path / CHECKPOINT.format(f"-{rank}" if rank else "")
         self.taken: list[Path] = []  # files whose moments will be in this one, when it is written
+        self.replaced: list[Path] = []  # files whose moments are in one of those
         self.labels: list[int] = []  # digests of the samples' labels
         self.groups: list[int] = []  # and of the groups they were put in
 
@@ -104,7 +105,7 @@ class Run(Folder):
             if next(larger, None) is None:
                 kept.append(file)
             else:
-                file.unlink(missing_ok=True)
+                self.replaced.append(file)  # not deleted before the other has been read
         return kept
 
     def _read(self, file: Path, fresh: Moments, samples: Samples) -> Moments:
@@ -121,7 +122,9 @@ class Run(Folder):
                 "repeat those settings, or use a new run directory"
             )
         if settings_of(moments) != settings:
-            raise TrueupError(f"{file} contradicts itself: delete it, and what it holds is measured again")
+            raise _distrusted(file, "it contradicts itself")
+        binding = {name: value for name, value in moments.provenance.items() if name == "binding"}
+        moments.provenance = {**fresh.provenance, **binding}  # the same, and of this network for sure
         samples.signed = samples.signed or signed
         self._check_data(moments, labels, groups, samples)
         self.labels += labels
@@ -142,10 +145,10 @@ class Run(Folder):
             tensors[name] = torch.tensor(getattr(self, name), dtype=torch.int64)
         values = {"settings": settings_of(moments), "signed": samples.signed, "moments": meta}
         save_tensors(self.file, KIND, values, tensors)
-        for file in self.taken:
+        for file in (*self.taken, *self.replaced):
             if file != self.file:
                 file.unlink(missing_ok=True)
-        self.taken = []
+        self.taken, self.replaced = [], []
 
     def _check_data(self, moments: Moments, labels: list[int], groups: list[int], samples: Samples) -> None:
         """Look at some samples again; a stream, which is read up to here anyway, is looked at in passing."""
@@ -165,6 +168,10 @@ class Run(Folder):
                     "put the images, labels and groups back, or use a new run directory"
                 )
         own = moments.indices - samples.images.offset
+        gone = moments.indices[(own < 0) | (own >= len(samples.source))]
+        if len(gone):
+            problem = f"sample {int(gone[0])} of {self.path} is not in {samples.name}"
+            raise DataError(f"{problem}: put the images back, or use a new run directory")
         try:  # all of them, since they cost nothing
             if samples.vocabulary is not None and samples.labels is not None:
                 y = samples.vocabulary.numbers([samples.labels[k] for k in own.tolist()])
@@ -173,10 +180,11 @@ class Run(Folder):
         except (TypeError, ValueError, RuntimeError):  # none, or not numbers
             return
         if _digests(y, len(own)) != labels:
-            raise DataError(f"the labels are not what they were when {self.path} was begun")
+            changed = f"the labels are not what they were when {self.path} was begun"
+            raise DataError(f"{changed}: put them back, or use a new run directory")
 
 
-def _distrusted(file: Path, error: Exception) -> TrueupError:
+def _distrusted(file: Path, error: Exception | str) -> TrueupError:
     why = f"{file} cannot be trusted ({line(error, 300)})"
     return TrueupError(f"{why}: delete it, and what it holds is measured again")
 
@@ -189,7 +197,7 @@ def _indices(file: Path) -> frozenset[int]:
     """Which images a file holds, without the rest of it."""
     try:
         with safe_open(file, framework="pt") as content:
-            return frozenset(content.get_tensor("indices").tolist())
+            return frozenset(content.get_tensor("indices").flatten().tolist())
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise _distrusted(file, error) from None
 
@@ -201,8 +209,20 @@ def _unpack(
     noted = {name: tensors.pop(name) for name in ("labels", "groups")}
     moments = Moments(**unpack(meta["moments"], tensors))
     check_tensors(noted, dict.fromkeys(noted, Bounds(tuple(moments.indices.shape), dtype=torch.int64)))
+    _check_counts(moments)
     labels, groups = (tensor.tolist() for tensor in noted.values())
     return moments, labels, groups, part(meta, "signed", bool), part(meta, "settings", dict)
+
+
+def _check_counts(moments: Moments) -> None:
+    """A run measures each of its samples once at every level, and reads none for its mean alone."""
+    once, null = moments.data_rows.clone(), moments.provenance.get("null_label")  # (G, F)
+    if null is not None:  # and those of other classes once more, as if they had none
+        once[moments.classes.index(null)] = once.sum(0)
+    counts = (moments.rows, moments.squares)  # (G, F, L)
+    same = all(torch.equal(count, once[..., None].expand_as(count)) for count in counts)
+    if moments.mean_only or not same or float(moments.data_rows.sum()) != len(moments.indices):
+        raise ArtifactError("its counts are not those of its samples")
 
 
 def _digests(y: Tensor | None, count: int) -> list[int]:
@@ -222,7 +242,7 @@ def _groups(batch: Batch, samples: Samples) -> list[int]:
 
 def settings_of(moments: Moments) -> dict[str, Any]:
     """Everything that must not change within a run, as JSON has it."""
-    own = ("binding", "generated", "process", "base_model", "chosen")
+    own = ("binding", "generated", "process", "base_model", "name", "chosen")
     process = json.dumps(moments.provenance["process"], sort_keys=True).encode()
     settings = {
         **{name: value for name, value in moments.provenance.items() if name not in own},

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from trueup import distributed
-from trueup.errors import DataError, TrueupError
+from trueup.calibration.shares import MOST_SHARES, Shares, named
+from trueup.errors import Argument, DataError, TrueupError
 from trueup.estimate.moments import Moments
 from trueup.estimate.stored import SUMS
 from trueup.images import Samples
@@ -29,8 +30,9 @@ _LOOKED_AT = 16  # images that ranks compare before they begin; all of them when
 def checked_share(share: Any) -> tuple[int, int]:
     """(k, n), k from 1 to n."""
     whole = isinstance(share, (tuple, list)) and len(share) == 2 and all(type(v) is int for v in share)
-    if not whole or not 1 <= share[0] <= share[1]:
-        raise DataError(f"a share is (k, n), the k-th of n, with k from 1 to n, not {share!r}")
+    if not whole or not 1 <= share[0] <= share[1] <= MOST_SHARES:
+        limits = f"with k from 1 to n, and n at most {MOST_SHARES:,}"
+        raise DataError(f"a share is (k, n), the k-th of n, {limits}, not {share!r}")
     return share[0], share[1]
 
 
@@ -59,14 +61,24 @@ def in_order(moments: Moments) -> Moments:
     return replace(moments, indices=moments.indices[order], digests=moments.digests[order])
 
 
-def merge(parts: Sequence[Moments]) -> Moments:
-    """The moments of shares together; they must be of one model, measured alike, and share no image."""
+def merge(parts: Sequence[Moments], *, partial: bool = False) -> Moments:
+    """The moments of shares together; they must be of one model, measured alike, and share no image.
+
+    partial: some of the shares will do; which they are stays in the provenance.
+    """
     if not parts:
         raise TrueupError("there is nothing to merge")
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    return in_order(replace(total, skipped=list(dict.fromkeys(total.skipped))))  # each saw all left out
+    held, provenance = Shares.noted(total.provenance), dict(total.provenance)
+    if held is not None and held.missing and not partial:
+        problem = f"{named(held.missing, held.of)} {'are' if len(held.missing) > 1 else 'is'} missing"
+        raise TrueupError(problem, "add what is missing, or pass {} to do without", Argument("partial", True))
+    if held is not None and not held.missing:
+        del provenance["shares"]
+    skipped = list(dict.fromkeys(total.skipped))  # each saw all that were left out
+    return in_order(replace(total, skipped=skipped, provenance=provenance))
 
 
 def of_all_ranks(moments: Moments, samples: Samples) -> Moments:

@@ -12,7 +12,7 @@ from torch import Tensor
 from trueup.bands import Bands, kept_frequencies
 from trueup.calibration.artifact import check_provenance
 from trueup.errors import ArtifactError
-from trueup.estimate.conditions import unpack_conditions
+from trueup.estimate.conditions import Conditions, unpack_conditions
 from trueup.process import from_settings
 from trueup.stored import Bounds, check_tensors, part, sample_shape, whole
 
@@ -78,7 +78,12 @@ def unpack(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, 
         conditions = unpack_conditions(about, of_conditions, (cells[1], levels), shape[0], bands)
     _check_levels(provenance, tensors)
     _check_sums(bands, tensors)
+    if conditions is not None:
+        _check_conditions(conditions, bands, tensors)
     _check_data(tensors)
+    skipped = part(meta, "skipped", list)
+    if not all(isinstance(reason, str) for reason in skipped):
+        raise ArtifactError("skipped is no list of reasons")
     mean_only, data_digest = whole(meta, "mean_only", 0, count), int(meta["data_digest"], 16)
     if len(indices.unique()) != count:
         raise ArtifactError("indices: a sample is in it twice")
@@ -94,7 +99,7 @@ def unpack(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, 
         "classes": classes,
         "mean_only": mean_only,
         "data_digest": data_digest,
-        "skipped": [str(reason) for reason in meta["skipped"]],
+        "skipped": skipped,
         "provenance": dict(provenance),
         "conditions": conditions,
         **tensors,
@@ -128,6 +133,26 @@ def _check_sums(bands: Bands, tensors: Mapping[str, Tensor]) -> None:
     most = tensors["data_rows"][..., None, None] * tensors["data_second"]
     if _above(bands.sum(tensors["data_first"].square()), most):
         raise ArtifactError("data_first is larger than data_second allows")
+
+
+def _check_conditions(of: Conditions, bands: Bands, tensors: Mapping[str, Tensor]) -> None:
+    """The same of features: of themselves, of their sums, and of their products with the three vectors."""
+    power = torch.diagonal(of.gram, dim1=-2, dim2=-1)  # (F, L, Q)
+    rows, second = tensors["rows"].sum(0)[..., None], tensors["second"].sum(0)  # of all classes
+    squares = torch.stack([second[:, :, PAIRS.index((i, i)), :, : of.bands] for i in range(3)], 2)
+    low = bands.coefficients(range(of.bands))
+    products = torch.zeros(*of.sums.shape[:-1], bands.length, dtype=torch.float64)
+    products[..., low] = of.sums.square()
+    most = power[..., None, None, None] * squares[:, :, None]  # (F, L, Q, 3, C, bands)
+    if not torch.allclose(of.gram, of.gram.mT, rtol=1e-9, atol=0.0):
+        raise ArtifactError("condition.gram is not symmetric")
+    for name, value, largest in (
+        ("total", of.total.square(), rows * power),
+        ("gram", of.gram.square(), power[..., None] * power[..., None, :]),
+        ("sums", bands.sum(products)[..., : of.bands], most),
+    ):
+        if _above(value, largest):
+            raise ArtifactError(f"condition.{name} is larger than its squares allow")
 
 
 def _check_data(tensors: Mapping[str, Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from trueup.calibration import Calibration, load
 from trueup.errors import ArtifactError
 from trueup.files import Folder, load_as, save_tensors
 from trueup.fitted import FittedSolver
-from trueup.fitting.teacher import Teacher
+from trueup.fitting.teacher import MOST, Teacher
+from trueup.stored import Bounds, check_tensors, part
 
 KIND = "fine trajectories"
 SOLVERS = "solvers.trueup.safetensors"
@@ -45,24 +47,29 @@ class Kept:
         if self.folder is not None:
             self.folder.release()
 
-    def teacher(self) -> Teacher | None:
-        """The trajectories, if they are those of the same settings."""
+    def teacher(self, noise: Tensor) -> Teacher | None:
+        """The trajectories from this noise, if they are those of the same settings."""
         path = self._path(_TEACHER)
         if path is None or not path.exists():
             return None
         try:
-            return load_as(path, KIND, self._unpack)
+            return load_as(path, KIND, partial(self._unpack, noise.cpu()))
         except ArtifactError:  # of other settings, or damaged: they are made again
             return None
 
-    def _unpack(self, meta: dict[str, Any], tensors: dict[str, Tensor]) -> Teacher:
-        shapes = {tuple(tensors[name].shape) for name in ("noise", "samples")}
-        states = tensors["states"]
-        if meta.get("key") != self.key or len(shapes) != 1 or states.shape[1:] != tensors["noise"].shape:
+    def _unpack(self, noise: Tensor, meta: dict[str, Any], tensors: dict[str, Tensor]) -> Teacher:
+        count, shape = len(part(tensors, "lam", Tensor)), tuple(noise.shape)
+        same: dict[str, Any] = {"low": -MOST, "high": MOST, "dtype": torch.float32}
+        bounds = {name: Bounds(shape, **same) for name in ("noise", "samples")}
+        check_tensors(
+            tensors,
+            {**bounds, "states": Bounds((count, *shape), **same), "lam": Bounds((count,), -100.0, 100.0)},
+        )
+        if meta.get("key") != self.key or not torch.allclose(tensors["noise"], noise, atol=1e-5):
             raise ArtifactError("these are trajectories of something else")
-        if len(states) != len(tensors["lam"]) or not all(torch.isfinite(v).all() for v in tensors.values()):
+        if count < 4 or not (tensors["lam"].diff() > 1e-9).all():
             raise ArtifactError("these are no trajectories")
-        return Teacher(tensors["noise"], tensors["lam"], list(states.unbind(0)), tensors["samples"])
+        return Teacher(tensors["noise"], tensors["lam"], [*tensors["states"].unbind(0)], tensors["samples"])
 
     def keep_teacher(self, teacher: Teacher) -> None:
         """Keep the trajectories, unless they are too large."""

@@ -167,7 +167,8 @@ class Fitter:
 
     def start(self, kept: Kept) -> None:
         """Make the trajectories, or take those that an interrupted fit has kept."""
-        teacher = distributed.by_first(kept.teacher)
+        noise = self._noise(slice(self.count))
+        teacher = distributed.by_first(lambda: kept.teacher(noise))
         if teacher is None:
             with self._rows(slice(self.count)) as network:
                 teacher = Teacher.of(network, self.seed, intervals=self.intervals, finer_than=self.most)

@@ -18,7 +18,7 @@ from trueup.sampling.rules import Grid, Rule
 INTERVALS = 32
 FINE = Rule("fine", "eps", 3)
 _ON_DEVICE = 2**30  # bytes of states that stay where the network is
-_HUGE = 1e6  # beyond all data: what is fitted to it could not be kept
+MOST = 1e6  # beyond all data: what is fitted to it could not be kept
 
 
 def deal(network: Network, count: int, seed: int) -> None:
@@ -79,7 +79,7 @@ class Teacher:
                 return x
 
         samples = follow(solver, network, noise, keeping)
-        if not samples.abs().max() <= _HUGE:  # nan is not
+        if not samples.abs().max() <= MOST:  # nan is not
             problem = "the network diverges even in small steps, so there is no limit to fit a solver to"
             raise NoLimit(problem, "check its range, prediction and schedule with `trueup check`")
         return cls(noise, network.process.lam(solver.t), states[:-1] if keep else [], samples)

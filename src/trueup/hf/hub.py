@@ -15,7 +15,7 @@ from typing import Any
 
 from trueup.denoiser import unwrapped
 from trueup.errors import ModelError, TrueupError
-from trueup.files import bundled, is_hub_name, line
+from trueup.files import BUNDLED, bundled, is_bare_name, is_hub_name, line, printable
 
 # By the names that diffusers and transformers load: repositories often have whole checkpoints beside them.
 _WEIGHTS = ("*diffusion_pytorch_model*.safetensors", "*/model*.safetensors")
@@ -61,15 +61,21 @@ def from_hub(
     return Path(found)
 
 
-def name_of(network: Any) -> str | None:
-    """The name on the Hub that a network of diffusers was loaded by, where there is one."""
+def names_of(network: Any) -> dict[str, str]:
+    """What a network of diffusers was loaded by: `base_model` on the Hub, or a directory's bare `name`."""
     config = getattr(unwrapped(network), "config", None)
     loaded = str(config.get("_name_or_path") or "") if isinstance(config, Mapping) else ""
     for part in Path(loaded).parts:  # of a path in the cache
         if part.startswith("models--"):
             name = "/".join(part.split("--")[1:])
-            return name if is_hub_name(name) else None
-    return loaded if is_hub_name(loaded) and not Path(loaded).exists() else None
+            return {"base_model": name} if is_hub_name(name) else {}
+    folder = Path(loaded).absolute()
+    if not loaded or not folder.is_dir():
+        return {"base_model": loaded} if is_hub_name(loaded) else {}
+    if (folder.parent / "model_index.json").is_file():  # the network's part of a pipeline
+        folder = folder.parent
+    name = f"bundled:{folder.name}" if folder.parent == BUNDLED else printable(folder.name)[:100]
+    return {"name": name} if is_bare_name(name) else {}
 
 
 def push(

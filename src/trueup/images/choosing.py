@@ -136,6 +136,7 @@ class Choosing(ABC):
         skip: Mapping[int, int],
         ranks: Ranks,
         mine: Callable[[int], bool],
+        without: Collection[int],
         check: Collection[int],
     ) -> Generator[tuple[int, Row]]:
         """Rows to use, each read by one rank: ranks tell each other digests, choose alike, and use their own.
@@ -148,7 +149,7 @@ class Choosing(ABC):
         for theirs in ranks.gather(dict(skip)):
             done |= theirs
         left = math.inf if self.images.count is None else self.images.count - len(done)
-        known = set(done.values())
+        known = set(done.values()) | set(without)
         seen, start, taken, self.walked = set(known), 0, 0, 0
         position, cycle, owned = self._positions(done), size * ranks.size, (-1, False)
 

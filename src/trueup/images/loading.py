@@ -23,17 +23,23 @@ def workers() -> int:
 
 
 def ahead(
-    items: Iterator[Item], make: Callable[[Item], Made], *, wanted: Callable[[], float], depth: int
+    items: Iterator[Item],
+    make: Callable[[Item], Made],
+    *,
+    wanted: Callable[[], float],
+    depth: int,
+    threads: int | None = None,
 ) -> Generator[Made]:
     """make(item) of every item, in order, with as many as `depth` begun before they are asked for.
 
     Items come from one thread, one after the other, since nobody knows whether a dataset can be asked by
-    several; `make` runs in many. wanted: how many will be asked for at most; no more are begun. Who closes
-    this does not wait for an item that is slow to come; who reads on does, so that still one asks at a time.
+    several; `make` runs in `threads`, by default many. wanted: how many will be asked for at most; no more
+    are begun. Who closes this does not wait for an item that is slow to come; who reads on does, so that
+    still one asks at a time.
     """
     pending: deque[Future[Future[Made] | None]] = deque()
     asked: SimpleQueue[Future[Future[Made] | None] | None] = SimpleQueue()
-    pool, before = ThreadPoolExecutor(workers()), list(_leaving)
+    pool, before = ThreadPoolExecutor(threads or workers()), list(_leaving)
 
     def fetch() -> None:
         for other in before:

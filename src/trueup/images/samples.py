@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trueup.denoiser import Denoiser
 
 _HEADERS = 64  # of pictures, to see whether their sizes fit
-_AT_ONCE = 16  # rows of an array that a thread reads: they are quickly read
+_AT_ONCE = 16  # rows of an array that are read together: they are quickly read
 _AHEAD = 2**27  # values that are read ahead, at most
 
 
@@ -156,7 +156,7 @@ class Samples(Choosing):
         if ranks is not None and ranks.size > 1:
             assert isinstance(skip, Mapping)
             assert mine is not None
-            rows = self._together(size, skip, ranks, mine, check)
+            rows = self._together(size, skip, ranks, mine, without, check)
             mine = None  # it was asked
             blocks = True
         else:
@@ -259,10 +259,13 @@ class Samples(Choosing):
         if self._once is not None:
             yield from map(read, entries)
             return
-        together = _AT_ONCE if isinstance(self.source, (Tensor, np.ndarray)) else 1
+        array = isinstance(self.source, (Tensor, np.ndarray))
+        # Rows of an array are Python from end to end: more threads than one fight for the interpreter with
+        # each other and with the one that launches the network. Pictures are decoded outside of it.
+        threads, together = (1, _AT_ONCE) if array else (loading.workers(), 1)
         groups = iter(lambda: list(itertools.islice(entries, together)), [])
-        depth = max(2, 2 * loading.workers(), min(2 * size, _AHEAD // math.prod(self.shape)) // together)
-        how: dict[str, Any] = {"wanted": lambda: wanted() / together, "depth": depth}
+        depth = max(2, 2 * threads, min(2 * size, _AHEAD // math.prod(self.shape)) // together)
+        how: dict[str, Any] = {"wanted": lambda: wanted() / together, "depth": depth, "threads": threads}
         with closing(loading.ahead(groups, lambda group: [read(entry) for entry in group], **how)) as found:
             for group in found:
                 yield from group

@@ -1,4 +1,4 @@
-"""What was measured elsewhere: the JSON of `evaluate`, `samplers` and `likelihood`, read with care."""
+"""What was measured elsewhere: JSON of `check`, `samplers`, `evaluate` and `likelihood`, read with care."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trueup.statistics import Number
 _LARGEST = 2**26  # bytes of such a file
 _MOST = 2000  # rows of a table
 _LONGEST = 300
-_EXPECTED = "expected what trueup evaluate, samplers or likelihood wrote with -o"
+_EXPECTED = "expected what trueup check, samplers, evaluate or likelihood wrote with -o"
 
 
 @dataclass
@@ -87,9 +87,30 @@ class Likelihood:
 
 
 @dataclass
+class Found:
+    """One finding of `trueup check`."""
+
+    kind: str
+    sentence: str
+    advice: str
+
+
+@dataclass
+class Diagnosis:
+    """What `trueup check` wrote of its findings."""
+
+    findings: list[Found]
+    images: int
+    healthy: bool
+    limits: dict[str, float | None]  # the smallest share of the loss that would have been seen, by kind
+    notes: list[str]
+
+
+@dataclass
 class Measured:
     """All of it."""
 
+    diagnoses: list[Diagnosis] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     samplers: list[Samplers] = field(default_factory=list)
     likelihoods: list[Likelihood] = field(default_factory=list)
@@ -113,6 +134,8 @@ class Measured:
         return _plain(self)
 
     def _add(self, values: Mapping[str, Any], calibration: Calibration, name: str) -> None:
+        if isinstance(values.get("diagnosis"), dict):  # beside all else that `check` says
+            values = values["diagnosis"]
         settings: dict[str, Any] = {}
         if isinstance(values.get("settings"), dict):
             settings = values["settings"]
@@ -126,6 +149,9 @@ class Measured:
         elif {"method", "terms", "total", "dimensions"} <= values.keys():
             _check_whose(name, settings, settings.get("calibration"), calibration)
             self.likelihoods.append(_likelihood(values))
+        elif {"findings", "would_have_been_seen", "healthy"} <= values.keys():
+            _check_whose(name, settings, None, calibration)
+            self.diagnoses.append(_diagnosis(values))
         else:
             raise DataError(f"{name} is something else: {_EXPECTED}")
 
@@ -200,9 +226,22 @@ def _likelihood(values: Mapping[str, Any]) -> Likelihood:
     return Likelihood(*about, _text(values["of"]), terms, _notes(values))
 
 
-def _listed(rows: Any) -> list[Any]:
-    if not isinstance(rows, list) or not 0 < len(rows) <= _MOST:
-        raise ValueError(f"no list of 1 to {_MOST} rows")
+def _diagnosis(values: Mapping[str, Any]) -> Diagnosis:
+    findings = [
+        Found(_text(one["kind"], 40), _text(one["sentence"], 600), _text(one["advice"], 600))
+        for one in _listed(values["findings"], least=0)
+    ]
+    limits: dict[str, float | None] = {}
+    for kind, limit in list(values["would_have_been_seen"].items())[:50]:
+        found = _number({"value": limit, "low": None, "high": None}).value
+        limits[_text(kind, 40)] = None if math.isnan(found) else found
+    healthy = values["healthy"] is True and not findings
+    return Diagnosis(findings, _whole(values["images"]), healthy, limits, _notes(values))
+
+
+def _listed(rows: Any, least: int = 1) -> list[Any]:
+    if not isinstance(rows, list) or not least <= len(rows) <= _MOST:
+        raise ValueError(f"no list of {least} to {_MOST} rows")
     return rows
 
 

@@ -11,11 +11,14 @@ FILE, IMAGES = "FILE.trueup.safetensors", "IMAGES"
 
 
 def model_name(calibration: Calibration, otherwise: str | None = None) -> str:
-    """Its name on the Hub, or what it calls itself, or `otherwise`: in a command only the first will do."""
-    on_hub = calibration.provenance.get("base_model")
-    if is_hub_name(on_hub):
-        return str(on_hub)
-    return otherwise or str(calibration.provenance.get("model") or "a network")
+    """What people call it: its name on the Hub, or its directory's, or its class.
+
+    In a command only the first will do; `otherwise` is what to write there.
+    """
+    origin = calibration.provenance
+    if is_hub_name(origin.get("base_model")):
+        return str(origin["base_model"])
+    return otherwise or str(origin.get("name") or origin.get("model") or "a network")
 
 
 def commands(calibration: Calibration) -> list[str]:
@@ -52,11 +55,13 @@ def provenance(calibration: Calibration) -> list[tuple[str, str]]:
     origin, e = calibration.provenance, calibration.evidence
     weights = {name: found for name, found in (origin.get("weights") or {}).items() if " " not in name}
     images = f"{e.images:,} run through the network, {calibration.data_images:,} read"
+    if calibration.shares is not None:
+        images += f"; {calibration.shares} alone"
     if calibration.generated:
         images += ", the model's own samples: errors that these share with it do not show"
     rows: list[tuple[str, Any]] = [
-        ("model", origin.get("model") or "unknown"),
-        ("on the Hub", origin.get("base_model")),
+        ("model", model_name(calibration)),
+        ("network", origin.get("model") or "unknown"),
         ("weights", ", ".join(f"{found[:16]} ({name})" for name, found in sorted(weights.items())) or "none"),
         ("samples", f"shape {' × '.join(map(str, calibration.shape))}"),
         ("predicts", calibration.parametrization.name),

@@ -13,6 +13,7 @@ from trueup import __version__
 from trueup.calibration import Calibration, as_calibration
 from trueup.files import write as write_file
 from trueup.page import measures, sections
+from trueup.page.diagnosis import diagnosis
 from trueup.page.markup import Html, embedded, joined, tag
 from trueup.page.measured import Measured
 from trueup.page.origin import model_name
@@ -26,8 +27,8 @@ def write(
 ) -> None:
     """Write the report of a calibration as one HTML file.
 
-    measured: what `trueup.evaluate`, `trueup.fitting.samplers` and `trueup.likelihood` returned, or the files
-    that the commands of those names wrote; of the same network and calibration.
+    measured: what `trueup.doctor.check`, `trueup.evaluate`, `trueup.fitting.samplers` and `trueup.likelihood`
+    returned, or the files that the commands of those names wrote; of the same network and calibration.
     """
     write_file(Path(path), render(calibration, measured=measured).encode())
 
@@ -56,6 +57,7 @@ def render(calibration: Calibration | str | PathLike[str], *, measured: Iterable
         "main",
         sections.verdict(calibration),
         sections.samples(calibration),
+        diagnosis(calibration, found),
         measures.quality(calibration, found),
         sections.figures(calibration),
         sections.moments(calibration),

@@ -71,4 +71,4 @@ def generate(
     kept = Kept(Path(folder), settings)
     for index, made in batches(min(kept.done, count)):
         kept.add(index, images=made)
-    return Generated(kept.tensors(count)["images"], classes, origin)
+    return Generated(kept.tensors(count, "images")["images"], classes, origin)

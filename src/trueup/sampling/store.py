@@ -169,12 +169,12 @@ class Kept:
             raise TrueupError(f"{error}: delete {self.folder} to start over") from None
         return part
 
-    def tensors(self, count: int) -> dict[str, Tensor]:
-        """The rows of the first `count` samples, on every rank."""
-        return distributed.by_first(lambda: self.read(count))
+    def tensors(self, count: int, *names: str) -> dict[str, Tensor]:
+        """The rows of the first `count` samples, on every rank; `names` must be among them."""
+        return distributed.by_first(lambda: self.read(count, *names))
 
-    def read(self, count: int) -> dict[str, Tensor]:
-        """The rows of the first `count` samples, for who has the folder."""
+    def read(self, count: int, *names: str) -> dict[str, Tensor]:
+        """The same, for who has the folder."""
         parts: list[dict[str, Tensor]] = []
         covered = 0
         for name in sorted(filter(self._has, self._files), key=_rows):
@@ -184,13 +184,16 @@ class Kept:
             if first > covered:
                 break
             part = self._read(name)
-            if parts and part.keys() != parts[0].keys():
+            if parts and _form(part) != _form(parts[0]):
                 other = "hold different things: delete it to start over"
                 raise TrueupError(f"the files in {self.folder} {other}")
             parts.append({name: tensor[covered - first :] for name, tensor in part.items()})
             covered = last
         if covered < count:
             raise TrueupError(f"{self.folder} lacks sample {covered}: delete it to start over")
+        missing = next((name for name in names if name not in parts[0]), None)
+        if missing is not None:
+            raise TrueupError(f"the files in {self.folder} lack {missing}: delete it to start over")
         return {name: torch.cat([part[name] for part in parts])[:count] for name in parts[0]}
 
     def remove(self) -> None:
@@ -211,6 +214,11 @@ def _rows(name: str) -> tuple[int, int]:
     found = _NAME.fullmatch(name)
     assert found is not None
     return int(found[1]), int(found[2] or found[1]) + 1
+
+
+def _form(part: dict[str, Tensor]) -> dict[str, Any]:
+    """What must be the same in all parts of a run: which tensors, of what kind, how large a row."""
+    return {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in part.items()}
 
 
 def _checksum(settings: dict[str, Any] | None, names: list[str]) -> str:
@@ -269,7 +277,7 @@ class Output:
         """Write the one file, and remove what it was made of."""
         if not self.one_file or distributed.rank() > 0:
             return
-        images = self.kept.read(self.count)["images"]
+        images = self.kept.read(self.count, "images")["images"]
         if self.kind == ".png":
             write(self.path, png(grid(images)))
         else:
