@@ -136,7 +136,7 @@ def test_a_fitted_solver_is_evaluated_by_name(model, images, calibration, tmp_pa
     measured = ("--data", images, "--features", "pixels", "-n", 8, "--solver", "fitted", "--nfe", 4)
     compared = trueup_command("evaluate", model, "--calibration", out, *measured, "--no-loss", "--json")
     row = json.loads(compared.stdout)["rows"][0]
-    assert (row["solver"], row["uncalibrated"]) == ("fitted", "dpm-solver-3")
+    assert (row["solver"], row["uncalibrated"]) == ("fitted", "unipc")
 
 
 def test_samples_judge_unless_they_are_left_out(model, images, tmp_path):

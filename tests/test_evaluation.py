@@ -210,7 +210,7 @@ def test_one_solver_one_number_and_a_function_will_do(biased, calibration, image
 
 
 def test_a_fitted_solver_is_compared_with_usual_ones_on_the_network_as_it_is(
-    biased, calibration, images, tmp_path
+    biased, calibration, images, tmp_path, monkeypatch
 ):
     """Fitted to the corrected network, it would make the uncorrected one look worse than it is."""
     fitted = trueup.fit_solver(biased, calibration, nfe=[2, 5], trajectories=32, progress=False)
@@ -230,17 +230,20 @@ def test_a_fitted_solver_is_compared_with_usual_ones_on_the_network_as_it_is(
     assert f"fitted, 5 evaluations, 40 samples, seed 0; uncalibrated by {best.solver}" in found.table()
     assert "made for the calibrated network" in found.notes[-1]
     alone = trueup.evaluate(biased, fitted, images, solvers="fitted", nfe=[2, 5], run=tmp_path, **how)
-    assert [row.uncalibrated for row in alone.rows] == ["dpm-solver-1", "dpm-solver-3"]
-    assert alone.evaluations["samples by dpm-solver-3-5"] == 40 * 5
+    assert [row.uncalibrated for row in alone.rows] == ["unipc", "unipc"]
+    assert alone.evaluations["samples by unipc-5"] == 40 * 5
     assert {path.name for path in tmp_path.iterdir()} == {
-        "dpm-solver-1-2-uncalibrated",
-        "dpm-solver-3-5-uncalibrated",
+        "unipc-2-uncalibrated",
+        "unipc-5-uncalibrated",
         "fitted-2-calibrated",
         "fitted-5-calibrated",
     }
-    plain = trueup.evaluate(biased, fitted, images, solvers="dpm-solver-3", nfe=5, **how)
+    plain = trueup.evaluate(biased, fitted, images, solvers="unipc", nfe=5, **how)
     before = [rows[-1].changes["frechet"].before.value for rows in (alone.rows, plain.rows)]
     assert before[0] == before[1]
+    monkeypatch.setattr("trueup.evaluation.solvers_for", lambda denoiser: ["dpm-solver-1", "dpm-solver-3"])
+    without = trueup.evaluate(biased, fitted, images, solvers="fitted", nfe=[2, 5], **how)
+    assert [row.uncalibrated for row in without.rows] == ["dpm-solver-1", "dpm-solver-3"]
 
 
 def test_an_adaptive_solver_is_one_row(biased, calibration, images):

@@ -79,7 +79,7 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
 def test_the_sdist_has_what_its_tests_need(built):
     with tarfile.open(built[1]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
-    for folder in ("tests", "docs", "benchmarks", "examples", "integrations", ".github"):
+    for folder in ("tests", "docs", "benchmarks", "examples", "integrations", "recipes", ".github"):
         assert files(ROOT / folder, ROOT) <= names
     beside = "CHANGELOG.md CITATION.cff LICENSE Makefile README.md constraints.txt mkdocs.yml"
     assert set(beside.split()) <= names

@@ -29,12 +29,14 @@ from trueup.progress import Progress
 from trueup.sampling import Solver, as_solver, image_maker, pictures, sample_batches
 from trueup.sampling.draw import DEFAULT, check_labels, choose_solver, count_evaluations
 from trueup.sampling.fitted import Fitted
+from trueup.sampling.solver import solvers_for
 from trueup.sampling.store import Kept
 from trueup.solvers import FITTED
 
 REFERENCE_IMAGES = 10_000
 LOSS_IMAGES = 200  # at most: the denoising loss is known well from few
 FEWEST_SAMPLES = 8  # fewer have no intervals
+BESIDE_FITTED = "unipc"  # of the usual solvers the best in few steps, uncalibrated (docs/results.md)
 _AT_ONCE = 64  # images of the data
 _MADE_OF = {  # a reference, and what to know about it
     "decoded latents": "the data holds latents: samples are compared with what the decoder makes of those, "
@@ -44,7 +46,7 @@ _MADE_OF = {  # a reference, and what to know about it
 }
 _OF_FITTED = (
     "a fitted solver is made for the calibrated network: the uncalibrated one beside it is drawn with the "
-    "solver that its heading names, the best of the others asked for or trueup's default"
+    "solver that its heading names, the best of the others asked for, or one that is good in few steps"
 )
 
 
@@ -70,8 +72,8 @@ def evaluate(
     data: images to compare with (10,000, unless `Images` says otherwise), a `trueup.metrics.Reference` made
     from them, or its file. solvers and nfe: every one of the first at every one of the second; "fitted" is
     the calibration's own, which belongs to the calibrated network: its row has, as the uncalibrated side, the
-    best of the other solvers with as many evaluations, or DPM-Solver-3. features: a name (see
-    `trueup.metrics.load_features`), or what maps images to (B, d). Latents are compared as the pictures that
+    best of the other solvers with as many evaluations, or UniPC (DPM-Solver where that does not work).
+    features: a name (see `trueup.metrics.load_features`), or what maps images to (B, d). Latents are compared as the pictures that
     the Denoiser's autoencoder makes of them. loss: whether the denoising loss is measured, too, on images
     that the calibration was not made from; a file has none. run: a directory that keeps the features of what
     was sampled, to go on from after an interruption; force replaces what was sampled there with other
@@ -142,7 +144,8 @@ def evaluate(
             best = min(usual, key=lambda p: rows[p].changes["frechet"].before.value)
             other, first = plan[best][0].name, before[best]
         else:
-            other = DEFAULT if solver.solver.nfe >= 3 else "dpm-solver-1"
+            few = DEFAULT if solver.solver.nfe >= 3 else "dpm-solver-1"
+            other = BESIDE_FITTED if BESIDE_FITTED in solvers_for(denoiser) else few
             first = drawn(as_solver(other, denoiser), number, None)
         both = [first, drawn(solver, number, calibration)]
         colours = {side: _mean_colour(batch.colours) for side, batch in zip(SIDES, both, strict=True)}
