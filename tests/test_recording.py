@@ -17,10 +17,11 @@ from torch import nn
 
 import trueup
 from trueup.analytic import GaussianMixture
-from trueup.errors import TrueupError
+from trueup.errors import ArtifactError, TrueupError
 from trueup.estimate import default_levels, fit
 from trueup.estimate.moments import SUMS, Moments
 from trueup.noise import level_key, normal
+from trueup.page.origin import commands, provenance
 from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow
 from trueup.recording import ShallowNetwork
 from trueup.recording import recorder as recording
@@ -302,6 +303,19 @@ def test_a_few_rows_make_a_calibration_that_says_so(tmp_path, count):
     assert "use 20 or more" in cal.verdict()
     cal.save(tmp_path / "cal.safetensors")
     assert trueup.load(tmp_path / "cal.safetensors").empty
+
+
+def test_a_recorded_calibration_counts_rows_and_steps_not_images(tmp_path):
+    cal = recorded(too_bright(0.1), steps=40).calibration()
+    made = cal.provenance["recorded"]
+    said = f"{made['rows']:,} rows of 40 training steps"
+    assert said in cal.summary().splitlines()[0]
+    assert ("images", said) in provenance(cal)
+    assert commands(cal) == ['recorder.calibration(network).save("FILE.trueup.safetensors")']
+    for name, value in (("rows", -1), ("steps", "<b>"), ("half_life", "long"), ("rows", None)):
+        cal.provenance["recorded"] = {**made, name: value}
+        with pytest.raises(ArtifactError, match=name):
+            cal.save(tmp_path / "cal.safetensors")
 
 
 def test_the_moments_are_a_file(tmp_path):

@@ -73,11 +73,11 @@ def evaluate(
     from them, or its file. solvers and nfe: every one of the first at every one of the second; "fitted" is
     the calibration's own, which belongs to the calibrated network: its row has, as the uncalibrated side, the
     best of the other solvers with as many evaluations, or UniPC (DPM-Solver where that does not work).
-    features: a name (see `trueup.metrics.load_features`), or what maps images to (B, d). Latents are compared as the pictures that
-    the Denoiser's autoencoder makes of them. loss: whether the denoising loss is measured, too, on images
-    that the calibration was not made from; a file has none. run: a directory that keeps the features of what
-    was sampled, to go on from after an interruption; force replaces what was sampled there with other
-    settings.
+    features: a name (see `trueup.metrics.load_features`), or what maps images to (B, d). Latents are compared
+    as the pictures that the Denoiser's autoencoder makes of them. loss: whether the denoising loss is
+    measured, too, on images that the calibration was not made from; a file has none. run: a directory that
+    keeps the features of what was sampled, to go on from after an interruption; force replaces what was
+    sampled there with other settings.
     """
     denoiser, calibration = as_denoiser(model), as_calibration(calibration)
     denoiser.check_bare()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trueup.calibration import Calibration
-from trueup.calibration.calibration import percent
+from trueup.calibration.words import percent
 from trueup.statistics import Number
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"

@@ -338,6 +338,12 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
         numbers(given["size"], "size", 1, 1e6, least=2, most=2)
     if "null_label" in given:
         whole(given, "null_label", -_LARGEST_LABEL, _LARGEST_LABEL)
+    if "recorded" in given:
+        recorded = part(given, "recorded", dict)
+        for name in ("steps", "rows"):
+            whole(recorded, name, 0, 2**53)
+        if recorded.get("half_life") is not None:
+            numbers([recorded["half_life"]], "half_life", 0.0, 1e15)
     SampleEvidence.of(given)
     Shares.noted(given)
     if "binding" in given:

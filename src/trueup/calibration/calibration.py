@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from trueup.bands import Bands, resampled
+from trueup.calibration import words
 from trueup.calibration.artifact import KIND, identity_of, pack_calibration, unpack_calibration
 from trueup.calibration.classes import OfClass
 from trueup.calibration.conditions import OfConditions
 from trueup.calibration.correction import Correction, check_gains
 from trueup.calibration.drawn import Drawn
-from trueup.calibration.evidence import Evidence, SampleEvidence, of_samples
+from trueup.calibration.evidence import Evidence, SampleEvidence
 from trueup.calibration.shares import Shares
 from trueup.calibration.sharing import find_calibration, push_folder, save_folder
 from trueup.denoiser import Denoiser
@@ -30,8 +31,6 @@ from trueup.hf.loading import diffusers_module
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess, from_settings
 from trueup.statistics import Number, trapezoid_weights
-
-FEWEST_IMAGES = 20  # fewer cannot say that there is nothing to correct
 
 
 @dataclass(eq=False, repr=False)
@@ -113,15 +112,7 @@ class Calibration:
         )
 
     def __repr__(self) -> str:
-        return f"<{self._headline()}: {self.verdict()}>"
-
-    def _headline(self) -> str:
-        model = self.provenance.get("model", "a network")
-        if not self.measured:
-            return f"calibration of {model} without data"
-        noun = "generated image" if self.generated else "image"
-        images, levels = _count(self.evidence.images, noun), _count(len(self.t), "noise level")
-        return f"{self.family} calibration ({self.estimator}) of {model}, {images}, {levels}"
+        return f"<{words.headline(self)}: {self.verdict()}>"
 
     @property
     def process(self) -> NoiseProcess:
@@ -255,20 +246,21 @@ class Calibration:
         That is the bound's diffusion term; what a decoder gains comes on top. Unknown (nan) where too few
         images could have confirmed a correction.
         """
-        nats = self.evidence.bound_gain if self._confirmable else Number(math.nan)
+        nats = self.evidence.bound_gain if self.confirmable else Number(math.nan)
         return nats.scaled(self.evidence.bits_per_dim(1.0))
 
     @property
-    def _confirmable(self) -> bool:
+    def confirmable(self) -> bool:
+        """Whether a correction could have been confirmed, had there been one."""
         e = self.evidence
-        return self.family != "none" and e.folds >= 4 and not (self.empty and e.images < FEWEST_IMAGES)
+        return self.family != "none" and e.folds >= 4 and not (self.empty and e.images < words.FEWEST_IMAGES)
 
     @property
     def uncalibration_share(self) -> Number:
         """The same as a share of the score matching loss, of which it is at least that (see `explained`)."""
         e, weights = self.evidence, trapezoid_weights(self.correction.lam)
         loss = float((weights * e.loss.value).sum())
-        if not self._confirmable:
+        if not self.confirmable:
             return Number(math.nan)
         if len(weights) == 1 or not loss > 0:
             return Number(self.explained())
@@ -278,106 +270,11 @@ class Calibration:
 
     def verdict(self) -> str:
         """What to make of it, in a few sentences: of the network, and of its samples."""
-        e, bits = self.evidence, self.uncalibration
-        if not self.measured:
-            count = _count(len(self.solvers), "solver")
-            return f"nothing was measured: the network is left as it is, with {count} for it."
-        if self.family == "none":
-            return "the network is left as it is."
-        if not self._confirmable:
-            few = e.images < FEWEST_IMAGES
-            more = (
-                f"cannot confirm a correction: use {FEWEST_IMAGES}"
-                if few
-                else "are in too few groups: use 20"
-            )
-            return f"{_count(e.images, 'image')} {more} or more."
-        if self.empty:
-            return "calibrated within noise: nothing to do."
-        seen = self.samples
-        on_samples = "" if seen is None else f" {seen.verdict(self.gains)}"
-        if self.correction.empty:
-            if self.conditions is not None:
-                return f"calibrated within noise over all conditions, but not in each of them.{on_samples}"
-            own = [of for of in self.classes if of.correction is not None]
-            which = f"label {own[0].label} has" if len(own) == 1 else f"{len(own)} labels have"
-            return f"calibrated within noise over all classes; {which} a correction apart.{on_samples}"
-        removed = 100 * self.explained()
-        if math.isnan(bits.value):
-            at_level = e.gain[0]
-            if at_level.sign < 0:
-                return f"WORSE: this correction adds {-removed:.2g}% to the loss measured; do not attach it."
-            if not at_level.sign:
-                return f"no sure gain: the loss measured falls by {removed:.2g}%, within noise."
-            return f"miscalibrated: correcting it removes {removed:.2g}% of the loss at the level measured."
-        gain = f"{bits.value:.2g} ± {bits.reach:.1g} bits/dim"
-        if bits.sign < 0:
-            return f"WORSE: this correction changes the likelihood bound by {gain}; do not attach it."
-        if not bits.sign:
-            return f"no sure gain: the likelihood bound moves by {gain}, within noise.{on_samples}"
-        if removed < 1e-6:
-            return "off by rounding alone: nothing to do."
-        if removed < 0.01:
-            return f"off by a measurable but negligible amount: correcting it gains {gain}.{on_samples}"
-        return (
-            f"miscalibrated: correcting it lowers the denoising loss, by at least {removed:.2g}% of the "
-            f"score matching loss, and raises the likelihood bound by {gain}. {of_samples(seen, self.gains)}"
-        )
+        return words.verdict(self)
 
     def summary(self) -> str:
         """A table of what was measured at every level, the totals, and the verdict."""
-        e, verdict = self.evidence, f"verdict: {self.verdict()}"
-        if not self.measured:
-            return "\n".join([self._headline(), "", *(solver.summary() for solver in self.solvers), verdict])
-        heads = ("t", "lam", "loss", "|mean residual|^2", "held-out gain", "of loss")
-        widths = (9, 7, 10, 24, 18, 8)
-        header = " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True))
-        lines = [self._headline(), "", header]
-        for row in range(len(self.t)):
-            loss, gain = float(e.loss.value[row]), e.gain[row]
-            share = gain.value / loss if loss else math.nan
-            lines.append(
-                f"{float(self.t[row]):9.4g} {float(self.correction.lam[row]):7.2f} {loss:10.4g} "
-                f"{_range(e.eta2[row]):>24} {_pm(gain):>18} {percent(share):>8}"
-            )
-        bits, share = self.uncalibration, self.uncalibration_share.scaled(100)
-        score = f"{_pm(bits)} bits/dim of the bound, at least {_pm(share)}% of the score matching loss"
-        lines += [
-            "",
-            "loss: E|eps_hat - eps|^2 summed over a sample; intervals and ± are 95%",
-            f"gain of the likelihood bound: {_pm(e.bound_gain)} nats",
-            f"uncalibration score: {'unknown' if math.isnan(bits.value) else score}",
-        ]
-        lines += self._of_classes()
-        if isinstance(self.provenance.get("chosen"), str):
-            part = "" if self.shares is None else f"; {self.shares} alone"
-            lines.append(f"images: {e.images:,}, {self.provenance['chosen']}{part}")
-        if self.generated:
-            lines.append("measured on the model's own samples: errors that these share with it do not show")
-        if self.samples is not None:
-            lines += self.samples.lines(self.gains)
-        lines += [solver.summary() for solver in self.solvers]
-        return "\n".join([*lines, verdict])
-
-    def _of_classes(self) -> list[str]:
-        """Which classes differ, by how much; and what embeddings do."""
-        if self.conditions is not None:
-            seen, count = self.conditions.projection, self.conditions.conditions
-            kind = "linear in" if seen.linear == seen.count else "a small network of"
-            told = f"{kind} {seen.linear} components of {count:,} embeddings"
-            gain = f"{_pm(self.conditions.gain)} nats of the likelihood bound"
-            return [f"beyond it, a correction {told}: {gain}, at conditions that were held out"]
-        if not self.classes:
-            return []
-        null = self.provenance.get("null_label")
-        lines = ["gain of a class's own correction over that of all classes, nats of the likelihood bound:"]
-        for of in sorted(self.classes, key=lambda of: -of.gain.value if of.correction else math.inf):
-            name = f"label {of.label}" + (" (null)" if of.label == null else "")
-            told = _pm(of.gain) if of.correction is not None else "none of its own"
-            lines.append(f"  {name}, {_count(of.images, 'image')}: {told}")
-        shown = 12
-        left = f"  and {len(lines) - 1 - shown} more (--json has all)"
-        return lines if len(lines) <= shown + 2 else [*lines[: shown + 1], left]
+        return words.summary(self)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write one .safetensors file, atomically; see docs/format.md."""
@@ -410,28 +307,3 @@ def load(where: str | PathLike[str], *, revision: str | None = None) -> Calibrat
     revision: a branch, tag or commit there. Anything damaged, inconsistent or unknown raises ArtifactError.
     """
     return Calibration(**load_as(find_calibration(where, revision), KIND, unpack_calibration))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _pm(number: Number) -> str:
-    if math.isnan(number.value):
-        return "unknown"
-    if math.isnan(number.low):
-        return f"{number.value:.3g} ± unknown"
-    return f"{number.value:.3g} ± {number.reach:.2g}"
-
-
-def _range(number: Number) -> str:
-    if math.isnan(number.value):
-        return "unknown"
-    return f"{number.value:.3g} ({max(number.low, 0.0):.2g} to {max(number.high, 0.0):.2g})"
-
-
-def percent(share: float) -> str:
-    """A share in print."""
-    if math.isnan(share):
-        return "-"
-    return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.2g}%"

@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 from trueup import __version__
+from trueup.calibration.words import made_from
 from trueup.files import is_hub_name, printable
 from trueup.hf.shared import folder_of
 
@@ -132,13 +133,12 @@ def _provenance(calibration: Any, base_model: str | None) -> list[str]:
     weights = [
         f"{code(found)} ({code(name)})" for name, found in sorted((origin.get("weights") or {}).items())
     ]
-    images = f"{calibration.evidence.images:,} run through the network, {calibration.data_images:,} read"
     lines = [
         f"model: {code(origin.get('model') or 'unknown')}" + (f", {code(base_model)}" if base_model else ""),
         f"weights: {', '.join(weights) or 'none'}",
         f"samples: shape {code(calibration.shape)}, {code(calibration.parametrization.name)} prediction, "
         f"{code(process)} noise",
-        f"images: {images if calibration.measured else 'none'}",
+        f"images: {made_from(calibration)}",
         f"seed: {code(origin.get('seed'))}" if origin.get("seed") is not None else "",
         f"fit: {fit}; drawn with: {code(calibration.gains)}",
         f"identity: {code(calibration.identity)}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trueup.calibration import Calibration
+from trueup.calibration.words import made_from
 from trueup.files import is_hub_name
 
 FILE, IMAGES = "FILE.trueup.safetensors", "IMAGES"
@@ -43,22 +44,19 @@ def commands(calibration: Calibration) -> list[str]:
         many = {solver.provenance.get("trajectories") for solver in plain} - {None, 128}
         words += [f"--trajectories {next(iter(many))}"] if len(many) == 1 else []
     found = [" ".join([*words, f"-o {FILE}"])]
-    for solver in calibration.solvers:
-        if solver.guidance != 1.0:
-            how = f"--calibration {FILE} --nfe {solver.nfe} --guidance {solver.guidance:g} --force -o {FILE}"
-            found.append(f"trueup calibrate {model_name(calibration, 'MODEL')} {how}")
+    after = [solver for solver in calibration.solvers if solver.guidance != 1.0]
+    if origin.get("recorded"):  # in somebody's training loop
+        found, after = [f'recorder.calibration(network).save("{FILE}")'], list(calibration.solvers)
+    for solver in after:
+        how = f"--calibration {FILE} --nfe {solver.nfe} --guidance {solver.guidance:g} --force -o {FILE}"
+        found.append(f"trueup calibrate {model_name(calibration, 'MODEL')} {how}")
     return found
 
 
 def provenance(calibration: Calibration) -> list[tuple[str, str]]:
     """What is known of its making, as names and texts."""
-    origin, e = calibration.provenance, calibration.evidence
+    origin = calibration.provenance
     weights = {name: found for name, found in (origin.get("weights") or {}).items() if " " not in name}
-    images = f"{e.images:,} run through the network, {calibration.data_images:,} read"
-    if calibration.shares is not None:
-        images += f"; {calibration.shares} alone"
-    if calibration.generated:
-        images += ", the model's own samples: errors that these share with it do not show"
     rows: list[tuple[str, Any]] = [
         ("model", model_name(calibration)),
         ("network", origin.get("model") or "unknown"),
@@ -66,7 +64,7 @@ def provenance(calibration: Calibration) -> list[tuple[str, str]]:
         ("samples", f"shape {' × '.join(map(str, calibration.shape))}"),
         ("predicts", calibration.parametrization.name),
         ("noise", calibration.process.kind),
-        ("images", images if calibration.measured else "none: solvers alone"),
+        ("images", made_from(calibration)),
         (
             "range of the data",
             origin.get("data_range") and " to ".join(f"{v:g}" for v in origin["data_range"]),
