@@ -18,7 +18,19 @@ ROOMS = (
     {"estimate", "sampling"},
     {"fitting", "recording", "doctor"},
     {"metrics", "density", "evaluation", "comparison"},
-    {"report", "figure", "page", "demo", "typed", "options", "checks", "commands", "cli", "__main__"},
+    {
+        "report",
+        "figure",
+        "page",
+        "demo",
+        "typed",
+        "openings",
+        "options",
+        "checks",
+        "commands",
+        "cli",
+        "__main__",
+    },
 )
 APART = {("estimate", "sampling"), ("sampling", "estimate")}  # neighbours that must not know each other
 ROW = {room: row for row, rooms in enumerate(ROOMS) for room in rooms}

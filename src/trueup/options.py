@@ -10,102 +10,8 @@ from typing import Any, NoReturn
 
 from trueup import __version__, typed
 from trueup.files import printable
+from trueup.openings import OPENINGS
 from trueup.solvers import NAMES, OR_A_CLASS, did_you_mean
-
-_OVERVIEW = """examples:
-  trueup demo                                          see the point, on a model that comes with trueup
-  trueup calibrate bundled:raw --data bundled:images -o raw.trueup.safetensors
-
-Trues up trained diffusion models: measures how a network misses at every noise level, fits solvers for few
-steps to it, and writes both as one small file that trueup.attach puts on the model. `trueup COMMAND --help`
-says more.
-"""
-_CALIBRATE = """examples:
-  trueup calibrate bundled:raw --data bundled:images --images 100 -o raw.trueup.safetensors
-  trueup calibrate bundled:raw --data bundled:images --nfe 5,8 -o raw.trueup.safetensors
-  trueup calibrate bundled:ema --nfe 8 -o ema.trueup.safetensors                    no data: the solver alone
-
-Measures MODEL on images and writes its calibration; draws a few samples to see what it does to them, and with
---nfe fits a solver to the calibrated model for so many evaluations. Work is kept in a run directory:
-interrupted, the same command goes on from there, and with a larger --images it adds to what it has.
-"""
-_MERGE = """examples:
-  trueup calibrate bundled:raw --data bundled:images --shard 1/2 -o 1.moments.safetensors
-  trueup calibrate bundled:raw --data bundled:images --shard 2/2 -o 2.moments.safetensors
-  trueup merge 1.moments.safetensors 2.moments.safetensors -o raw.trueup.safetensors
-
-Makes one calibration of what `trueup calibrate --shard` measured, of one model with the same settings, on any
-machine at any time; all shares, unless --partial. The network is not needed, so no samples judge it.
-"""
-_CHECK = """examples:
-  trueup check bundled:raw --data bundled:images
-  trueup check bundled:ema --data bundled:images --images 50 --fail-above 0.01 --quiet
-
-Says how miscalibrated MODEL is, and whether it is being used as it was trained: wrong range, BGR, another
-prediction type or schedule are named, with exit code 2. Draws a few samples to see whether correcting it
-brings them closer to the data. Writes nothing but what -o asks for. Exits with 1 if --fail-above
-is surely exceeded.
-"""
-_SAMPLE = """examples:
-  trueup sample bundled:raw -n 16 --solver dpm-solver-3 --nfe 20 -o before.png
-  trueup sample bundled:raw --calibration raw.trueup.safetensors -n 16 --nfe 8 -o after/
-
-Draws samples: a folder of PNGs, a grid if the name ends in .png, arrays if it ends in .npz. Image i of a seed
-starts from the same noise whatever else is asked for, so that samples with and without a calibration compare.
-If the calibration has a solver fitted for --nfe evaluations, that draws them. Interrupted, the same command
-goes on where it was.
-"""
-_EVALUATE = """examples:
-  trueup evaluate bundled:raw --calibration raw.trueup.safetensors --data bundled:images --features pixels
-  trueup evaluate bundled:ema --calibration ema.trueup.safetensors --data bundled:images --nfe 10,20 -o c.json
-
-Samples MODEL with and without the calibration from the same seeds and compares both with the data: Fréchet
-distance and its relatives, precision and recall, colour drift, denoising loss on images the calibration has
-not seen; each with an interval, and plain words where the difference is within noise. Most of the time goes
-into sampling, twice --samples times --nfe evaluations; --no-loss saves what the denoising loss takes.
-"""
-_LIKELIHOOD = """examples:
-  trueup likelihood bundled:raw --data bundled:images --calibration raw.trueup.safetensors
-  trueup likelihood bundled:ema --data bundled:images --ode --images 8
-  trueup likelihood bundled:ema --data bundled:images --steps 1000 --json -o ema.likelihood.json
-
-Says how likely images are under MODEL, in bits per dimension, less is better; with a calibration also under
-the calibrated model, and the difference image by image. --bound: the variational bound, in continuous time or
-of a chain of --steps. --ode: by the probability flow. --dsm: the score matching objectives behind the bound.
-Images that made the calibration are passed over. With -o, interrupted work goes on where it was (but for
---dsm).
-"""
-_SAMPLERS = """examples:
-  trueup samplers bundled:ema --nfe 5,8,10,20
-  trueup samplers bundled:raw --calibration raw.trueup.safetensors --nfe 8 --figure samplers.png
-
-Says how far samples of the usual samplers, on the usual schedules, end from the model's own many-step limit,
-from the same noise. No data are needed. A calibration's fitted solvers are among them.
-"""
-_INSPECT = """examples:
-  trueup inspect raw.trueup.safetensors
-  trueup inspect raw.trueup.safetensors --json
-  trueup inspect raw.trueup.safetensors --figure raw.png
-"""
-_REPORT = """examples:
-  trueup report raw.trueup.safetensors -o report.html
-  trueup check bundled:raw --data bundled:images -o check.json
-  trueup samplers bundled:raw --calibration raw.trueup.safetensors -o samplers.json
-  trueup report raw.trueup.safetensors --with check.json samplers.json -o report.html
-
-Writes what a calibration file says as one page, to be opened in a browser: verdict, samples before and after,
-diagnosis, quality against evaluations, the paper's figures, measures, provenance. The page loads nothing and
-needs no network. What was measured elsewhere comes by --with; where something is missing, the page says what
-makes it.
-"""
-_DEMO = """examples:
-  trueup demo
-  trueup demo --out /tmp/trueup-demo --seed 1
-
-Calibrates the raw last weights of a small Fashion-MNIST model, samples before and after with the same seeds,
-and writes the calibration, one picture (uncalibrated, shift, spectral, the fitted solver in few steps, and
-the EMA weights beside them), and a report to open in a browser.
-"""
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -169,16 +75,16 @@ _MADE = "what `calibrate` wrote: a file, a directory, or a name on the Hub"
 
 def parser() -> _Parser:
     """The whole command line."""
-    top = _Parser(prog="trueup", opening=_OVERVIEW)
+    top = _Parser(prog="trueup", opening=OPENINGS["trueup"])
     top.add_argument("--version", action="version", version=f"trueup {__version__}")
     commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
 
-    def command(name: str, opening: str, words: str, **defaults: Any) -> _Parser:
-        added = commands.add_parser(name, help=words, opening=opening)
+    def command(name: str, words: str, **defaults: Any) -> _Parser:
+        added = commands.add_parser(name, help=words, opening=OPENINGS[name])
         added.set_defaults(command=name, parser=added, **defaults)
         return added
 
-    calibrate = command("calibrate", _CALIBRATE, "measure a model and write its calibration")
+    calibrate = command("calibrate", "measure a model and write its calibration")
     data = _add_data(calibrate, images=500)
     data.add_argument("--generated", **_COUNT, help="instead of --data: N samples of the model itself")
     data.add_argument("--generate-nfe", **_COUNT, default=50, help="evaluations for each (default: 50)")
@@ -197,7 +103,7 @@ def parser() -> _Parser:
 
     calibrate.add_argument("--shard", type=typed.shard, metavar="K/N", help=_SHARE)
 
-    merge = command("merge", _MERGE, "make a calibration of what shards measured")
+    merge = command("merge", "make a calibration of what shards measured")
     written = "what `calibrate --shard` wrote"
     merge.add_argument("files", type=Path, nargs="+", metavar="PART", help=written)
     merge.add_argument("--partial", **_FLAG, help="make do with some of the shares; the file says which")
@@ -208,7 +114,7 @@ def parser() -> _Parser:
     merge.add_argument("--json", **_FLAG, help="JSON on standard output, all else on standard error")
     merge.add_argument("--quiet", **_FLAG, help="no progress, and only what matters most")
 
-    check = command("check", _CHECK, "say how miscalibrated a model is, and why")
+    check = command("check", "say how miscalibrated a model is, and why")
     _add_data(check, images=100)
     _add_model(check)
     _add_fit(check)
@@ -218,7 +124,7 @@ def parser() -> _Parser:
     check.add_argument("-o", "--output", **_FILE, help="write JSON, for `report --with` say")
     check.add_argument("--force", **_FLAG, help="replace FILE if it exists")
 
-    samplers = command("samplers", _SAMPLERS, "which sampler and schedule for a model")
+    samplers = command("samplers", "which sampler and schedule for a model")
     samplers.add_argument("--nfe", type=typed.counts, default=[5, 8, 10, 20], metavar="N,M,..", help=_NUMBERS)
     samplers.add_argument("--calibration", **_WHERE, help=f"{_MADE}; its solvers are compared as well")
     samplers.add_argument("--trajectories", **_COUNT, default=32, help="samples to compare on (default: 32)")
@@ -230,7 +136,7 @@ def parser() -> _Parser:
     _add_guidance(samplers)
     _add_model(samplers)
 
-    sample = command("sample", _SAMPLE, "draw samples, calibrated or not")
+    sample = command("sample", "draw samples, calibrated or not")
     sample.add_argument("-n", "--samples", **_COUNT, default=64, help="default: 64")
     sample.add_argument("--calibration", **_WHERE, help=_MADE)
     sample.add_argument("--solver", type=typed.solver, metavar="NAME", help=_FITTED)
@@ -241,7 +147,7 @@ def parser() -> _Parser:
     sample.add_argument("-o", "--output", required=True, type=Path, metavar="PATH", help=where)
     sample.add_argument("--force", **_FLAG, help="replace a file, or other samples in the folder")
 
-    evaluate = command("evaluate", _EVALUATE, "compare samples with and without a calibration")
+    evaluate = command("evaluate", "compare samples with and without a calibration")
     evaluate.add_argument("--calibration", required=True, **_WHERE, help=_MADE)
     evaluate.add_argument("--solver", **_LIST, default=["dpm-solver-3"], help=_DEFAULT)
     evaluate.add_argument("--nfe", type=typed.counts, default=[20], metavar="N,M,..", help=_NFE)
@@ -261,7 +167,7 @@ def parser() -> _Parser:
     _add_output(evaluate, "write a comparison.json")
 
     likely = "how likely images are, calibrated or not"
-    likelihood = command("likelihood", _LIKELIHOOD, likely, method="bound")
+    likelihood = command("likelihood", likely, method="bound")
     likelihood.add_argument("--calibration", **_WHERE, help=_MADE)
     which = likelihood.add_mutually_exclusive_group()
     for name, text in (
@@ -288,14 +194,14 @@ def parser() -> _Parser:
     likelihood.add_argument("--trust", **_FLAG, help="even if the model seems to be used wrongly")
     _add_output(likelihood, "write JSON, with every image")
 
-    inspect = command("inspect", _INSPECT, "print what a calibration file says", quiet=False)
+    inspect = command("inspect", "print what a calibration file says", quiet=False)
     inspect.add_argument(
         "file", metavar="FILE", help="a .trueup.safetensors file, its directory, or a name on the Hub"
     )
     inspect.add_argument("--json", **_FLAG, help="JSON on standard output")
     inspect.add_argument("--figure", **_FIGURE)
 
-    report = command("report", _REPORT, "write a calibration as a page to look at", json=False)
+    report = command("report", "write a calibration as a page to look at", json=False)
     report.add_argument("file", metavar="FILE", help=_MADE)
     others = "what `check`, `samplers`, `evaluate` and `likelihood` wrote with -o, of this network"
     report.add_argument(
@@ -305,7 +211,7 @@ def parser() -> _Parser:
     report.add_argument("--force", **_FLAG, help="replace the page if it exists")
     report.add_argument("--quiet", **_FLAG, help="say nothing")
 
-    demo = command("demo", _DEMO, "calibrate the bundled model and draw what it does", json=False)
+    demo = command("demo", "calibrate the bundled model and draw what it does", json=False)
     out = Path("trueup-demo")
     demo.add_argument("--out", type=Path, default=out, metavar="DIR", help="where everything goes")
     demo.add_argument("--seed", type=int, default=0)
