@@ -104,7 +104,7 @@ def test_what_would_have_been_seen_is_seen(kind):
 def test_few_images_are_no_proof_of_health():
     found = distorted(None, count=3)
     assert not found.findings
-    assert "not enough images (3)" in str(found)
+    assert "not enough images (3) to say that it is healthy: use 20 or more" in str(found)
     assert not found.as_json()["healthy"]
 
 

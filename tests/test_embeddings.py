@@ -313,6 +313,20 @@ def test_a_small_file_does_not_ask_for_much_memory(linear, tmp_path):
             trueup.load(tmp_path / "d.safetensors")
 
 
+def test_sums_that_were_added_in_another_order_are_no_damage(linear, tmp_path):
+    """Features are nearly uncorrelated, so that a rounding may be much of a sum of their products."""
+    moments = linear[1]
+    gram = moments.conditions.gram.clone()
+    gram[0, 0, 0, 1], gram[0, 0, 1, 0] = 1e-14, 2e-14
+    honest = replace(moments, conditions=replace(moments.conditions, gram=gram))
+    honest.save(tmp_path / "a.safetensors")
+    gram = gram.clone()
+    gram[0, 0, 0, 1] += 1e-6 * float(gram[0, 0, 0, 0])
+    forged = replace(moments, conditions=replace(moments.conditions, gram=gram))
+    with pytest.raises(TrueupError, match="gram is not symmetric"):
+        forged.save(tmp_path / "b.safetensors")
+
+
 def test_weights_edges_and_decay_reach_the_features(linear):
     """Rows that count twice are rows that came twice, and bands may be others."""
     x, c = drawn(24, 4)

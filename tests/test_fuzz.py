@@ -32,7 +32,7 @@ def good():
     made = make((1, 3, 4), solvers=True)
     own = make((1, 3, 4), seed=1).correction
     made.classes = (OfClass(4, 30, Number(0.2, 0.1, 0.0, 0.4), own), OfClass(9, 3, Number(math.nan)))
-    made.provenance |= {"null_label": 4, "shares": {"held": [1, 3], "of": 8}}
+    made.provenance |= {"null_label": 4, "shares": {"held": [1, 3], "of": 8, "batch": 8, "images": "1f"}}
     made.drawn = (drawn((1, 3, 4), made.correction.bands.count, pictures=2),)
     made.evidence.expected = torch.ones(3, 1, 3, 4)
     meta, tensors = artifact.pack_calibration(made)

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import diffusers
 import pytest
@@ -77,6 +78,20 @@ def test_what_looks_like_a_name():
     ):
         assert not is_hub_name(name)
     assert not any(map(is_hub_name, (*files, "bundled:raw", "a/..", "a/b.", None, 3)))
+
+
+def test_paths_of_other_machines_are_no_names(monkeypatch):
+    elsewhere = tiny_unet()
+    for path in ("a" * 300, "/" + "b" * 300, "nul\0"):
+        elsewhere.register_to_config(_name_or_path=path)
+        assert names_of(elsewhere) == {}
+
+    def forbidden(_):
+        raise PermissionError(13, "Permission denied")
+
+    elsewhere.register_to_config(_name_or_path="/somewhere/private")
+    monkeypatch.setattr(Path, "is_dir", forbidden)
+    assert names_of(elsewhere) == {}
 
 
 def test_a_name_is_the_directory_it_stands_for(hub, pipeline):

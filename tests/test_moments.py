@@ -251,10 +251,10 @@ def test_a_file_holds_all_of_it(tmp_path):
     assert more.images == 50
 
 
-def share(number, of=4, first=None):
+def share(number, of=4, first=None, batch=8, images="abc"):
     """The moments of one share of a set of images."""
     moments = filled(10, seed=number, first=10 * number if first is None else first, real=True)
-    moments.provenance["shares"] = {"held": [number], "of": of}
+    moments.provenance["shares"] = {"held": [number], "of": of, "batch": batch, "images": images}
     return moments
 
 
@@ -264,12 +264,20 @@ def test_shares_are_merged_when_all_are_there():
     assert merged.provenance == filled(real=True).provenance  # as if nobody had dealt anything
 
 
+def test_shares_of_one_model_may_know_it_by_different_names():
+    one, two = share(1, of=2), share(2, of=2)
+    one.provenance["name"] = "my-model"
+    two.provenance["base_model"] = "me/my-model"
+    for parts in ([one, two], [two, one]):
+        assert merge(parts).provenance["base_model"] == "me/my-model"
+
+
 def test_a_share_that_is_missing_is_named_unless_some_will_do():
     parts = [share(2), share(4)]
     with pytest.raises(TrueupError, match=r"^shares 1 and 3 of 4 are missing: .* partial=True"):
         merge(parts)
     some = merge(parts, partial=True)
-    assert Shares.noted(some.provenance) == ((2, 4), 4)
+    assert Shares.noted(some.provenance) == ((2, 4), 4, 8, "abc")
     with pytest.raises(TrueupError, match=r"^share 3 of 4 is missing"):
         merge([some, share(1)])
 
@@ -281,14 +289,17 @@ def test_shares_that_do_not_belong_together_are_refused():
         (same, "both hold share 2 of 4: count it once"),
         (more, "shares of 4 and of 8 do not belong together"),
         (other, "share 2 of 4 cannot be added to what is no share"),
+        (share(3, batch=6), "^share 2 of 4 was dealt in batches of 8, share 3 of 4 of 6, so .* batch_size"),
+        (share(3, images="abd"), "share 2 of 4 and share 3 of 4 are not of the same images"),
     ):
         two.digests = two.digests + 7_000_000
         with pytest.raises(TrueupError, match=words):
             merge([share(2), two], partial=True)
 
 
-def _shares(held, of):
-    return lambda m, t: m["provenance"].update(shares={"held": held, "of": of})
+def _shares(held, of, batch=8, images="abc"):
+    said = {"held": held, "of": of, "batch": batch, "images": images}
+    return lambda m, t: m["provenance"].update(shares=said)
 
 
 DAMAGE = {
@@ -298,6 +309,8 @@ DAMAGE = {
     "a share twice": (_shares([1, 1], 3), "its list of shares"),
     "half a share": (_shares([1.5], 3), "its list of shares"),
     "too many shares": (_shares([1], 10**9), "of is 1000000000, expected a whole number from 1 to 99,999"),
+    "batches of none": (_shares([1], 3, batch=0), "batch is 0, expected a whole number from 1 to"),
+    "other images": (_shares([1], 3, images="<b>"), "digest of the images"),
     "shares as text": (_shares("1", 3), "held is '1', expected a list"),
     "rows": (lambda m, t: t["rows"].mul_(-1), "rows holds values out of range, 0 to"),
     "squares": (lambda m, t: t["squares"].mul_(3), "squares are not those of weights"),

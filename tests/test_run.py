@@ -5,11 +5,12 @@ import torch
 
 import trueup
 from trueup.errors import DataError, TrueupError
-from trueup.estimate import Moments, fit
+from trueup.estimate import Moments, fit, merge
 from trueup.estimate import measure as measure_images
 from trueup.estimate import measuring as room
 from trueup.estimate.diagnose import diagnose
 from trueup.estimate.run import Run
+from trueup.estimate.stored import SUMS
 from trueup.files import load_tensors, save_tensors
 from trueup.images import Images, Samples
 
@@ -89,7 +90,7 @@ def test_other_settings_are_named(mixture, tmp_path):
         measure(off(mixture), x0, levels=[0.5], seed=4, run=tmp_path)
     with pytest.raises(DataError, match="sample 0 of the array is not what it was"):
         measure(off(mixture), x0.flip(0), run=tmp_path)
-    with pytest.raises(DataError, match="is not what it was"):
+    with pytest.raises(DataError, match="sample 4 of .* is not in the array: put the images back"):
         measure(off(mixture), x0[:4], run=tmp_path)
 
 
@@ -312,6 +313,30 @@ def test_a_random_subset_is_used_and_grows_with_the_count(mixture, tmp_path):
         measure(off(mixture), x0, count=5, run=tmp_path)
 
 
+def test_shares_that_were_dealt_otherwise_are_not_merged(mixture):
+    """Each would be the k-th of n, and images would be in none of them."""
+    x0 = mixture.sample(64).float()
+
+    def share(k, count=32, batch_size=4, x0=x0):
+        how = {"levels": LEVELS, "trust": True, "progress": False, "share": (k, 2)}
+        return measure_images(off(mixture).with_batch_size(batch_size), Images(x0, count=count), **how)
+
+    assert merge([share(1), share(2)]).images == 32
+    for other in (share(2, count=8), share(2, x0=-x0)):
+        with pytest.raises(TrueupError, match="are not of the same images"):
+            merge([share(1), other])
+    with pytest.raises(TrueupError, match="share 1 of 2 was dealt in batches of 4, share 2 of 2 of 6"):
+        merge([share(1), share(2, batch_size=6)])
+
+
+def emptied(tensors):
+    """What moments of no samples would look like."""
+    for name in ("indices", "digests", "labels", "groups"):
+        tensors[name] = tensors[name][:0]
+    for name in SUMS:
+        tensors[name].zero_()
+
+
 def tampered(file, change):
     meta, tensors = load_tensors(file, "a run")
     change(meta, tensors)
@@ -337,6 +362,7 @@ def tampered(file, change):
         lambda meta, tensors: tensors["rows"].mul_(1.001),
         lambda meta, tensors: tensors["squares"].mul_(0.999),
         lambda meta, tensors: tensors.__setitem__("indices", tensors["indices"][None]),
+        lambda meta, tensors: emptied(tensors),
     ],
 )
 def test_a_checkpoint_that_was_changed_is_not_gone_on_from(mixture, tmp_path, change):

@@ -51,7 +51,8 @@ def shard(text: str) -> tuple[int, int]:
     """
     found = re.fullmatch(r"([1-9]\d{0,4})/([1-9]\d{0,4})", text)
     if found is None or int(found[1]) > int(found[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 1 to N, such as 3/8")
+        limits = "K from 1 to N, and N at most 99,999"
+        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with {limits}, such as 3/8")
     return int(found[1]), int(found[2])
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from trueup.errors import ArtifactError, TrueupError
+from trueup.errors import Argument, ArtifactError, TrueupError
 from trueup.stored import part, whole
 
 MOST_SHARES = 99_999
@@ -18,6 +19,8 @@ class Shares(NamedTuple):
 
     held: tuple[int, ...]  # counted from 1, rising
     of: int
+    batch: int  # images in each of the blocks that were dealt
+    images: str  # a digest of which images those were
 
     @classmethod
     def noted(cls, provenance: Mapping[str, Any]) -> Shares | None:
@@ -29,11 +32,14 @@ class Shares(NamedTuple):
         known = all(type(k) is int and 1 <= k <= of for k in held)
         if not held or not known or held != sorted(set(held)):
             raise ArtifactError(f"its list of shares holds other than some of 1 to {of:,}, rising")
-        return cls(tuple(held), of)
+        batch, images = whole(said, "batch", 1, 2**40), said.get("images")
+        if not isinstance(images, str) or not re.fullmatch("[0-9a-f]{1,64}", images):
+            raise ArtifactError("the digest of the images that were dealt makes no sense")
+        return cls(tuple(held), of, batch, images)
 
     def settings(self) -> dict[str, Any]:
         """As a provenance has it."""
-        return {"held": list(self.held), "of": self.of}
+        return {**self._asdict(), "held": list(self.held)}
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -53,10 +59,19 @@ def joined(one: Shares | None, other: Shares | None) -> Shares | None:
         raise TrueupError(f"{alone} cannot be added to what is no share")
     if one.of != other.of:
         raise TrueupError(f"shares of {one.of:,} and of {other.of:,} do not belong together")
+    if one.batch != other.batch:
+        apart = f"{one} was dealt in batches of {one.batch:,}, {other} of {other.batch:,}"
+        how = "measure one again with the other's {}"
+        raise TrueupError(f"{apart}, so that images are in neither", how, Argument("batch_size", ...))
+    if one.images != other.images:
+        raise TrueupError(
+            f"{one} and {other} are not of the same images: measure one again, of the other's folder, "
+            "number of images and seed"
+        )
     twice = sorted(set(one.held) & set(other.held))
     if twice:
         raise TrueupError(f"both hold {named(twice, one.of)}: count it once")
-    return Shares(tuple(sorted(one.held + other.held)), one.of)
+    return one._replace(held=tuple(sorted(one.held + other.held)))
 
 
 def named(numbers: Iterable[int], of: int) -> str:

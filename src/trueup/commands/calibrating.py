@@ -194,8 +194,10 @@ def check(options: argparse.Namespace) -> int:
     unknown = options.fail_above is not None and math.isnan(low)
     failed = options.fail_above is not None and low > options.fail_above
     more = {"problem": problem, "failed": failed, "skipped": moments.skipped, "diagnosis": found.as_json()}
-    shared.write_json(options, {**as_json(calibration), **more})
+    written = shared.write_json(options, {**as_json(calibration), **more})
     _report(calibration, options, more, found)
+    if written:
+        say(options, f"wrote {options.output}")
     if problem is not None:
         warn(problem)
     elif unknown:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from trueup.calibration.words import FEWEST_IMAGES
 from trueup.statistics import Number
 
 # Kinds in the order of causes: one that is further up explains those that are marked as its symptoms.
@@ -65,10 +66,7 @@ class Checkup:
             return [*(finding.line() for finding in self.findings), *self.notes]
         known = [f"{kind} of {_percent(limit)}" for kind, limit in self.limits.items() if limit < math.inf]
         if not known:
-            return [
-                f"not enough images ({self.images}) to say that it is healthy: use 20 or more",
-                *self.notes,
-            ]
+            return [too_few(self.images), *self.notes]
         seen = f"would have been seen: {', '.join(known)} of the loss"
         return [f"healthy: nothing above noise in {self.images:,} images ({seen})", *self.notes]
 
@@ -85,6 +83,13 @@ class Checkup:
             "notes": list(self.notes),
             "settings": self.settings,
         }
+
+
+def too_few(images: int) -> str:
+    """Why nobody can say that a network is healthy."""
+    if images < FEWEST_IMAGES:
+        return f"not enough images ({images:,}) to say that it is healthy: use {FEWEST_IMAGES} or more"
+    return f"{images:,} images in too few groups to say that it is healthy: use 4 groups or more, better 16"
 
 
 def _percent(share: float) -> str:

@@ -34,6 +34,7 @@ from trueup.images import Batch, Ranks, Samples, as_images, open_images, sent
 from trueup.noise import checked_seed, level_key, level_keys, normal, normals
 from trueup.process import NoiseProcess
 from trueup.progress import Progress
+from trueup.stored import digest_of
 
 IMAGES = 500
 NEEDS_LABELS = (
@@ -170,7 +171,8 @@ def measure(
     moments = in_order(moments)
     moments.duplicates = samples.duplicates + samples.held_back
     if own[1] > 1:
-        moments.provenance["shares"] = Shares((own[0],), own[1]).settings()
+        of = digest_of(told_of(samples), [])
+        moments.provenance["shares"] = Shares((own[0],), own[1], denoiser.batch_size, of).settings()
     if mean_images and samples.images.count is not None:  # else all there are were measured
         samples.images = replace(samples.images, count=moments.images + mean_images)
         known = dict(zip(moments.indices.tolist(), moments.digests.tolist(), strict=True))
@@ -310,7 +312,7 @@ def _measure(
 
 @torch.inference_mode()
 def add_batch(moments: Moments, denoiser: Denoiser, batch: Batch, seed: int) -> None:
-    """Evaluate a batch of samples at every level and add what came out. Does not wait for a GPU."""
+    """Evaluate a batch of samples at every level and add what came out. Only classes wait for a GPU."""
     device, process = denoiser.device, denoiser.process
     there = batch.to(device)
     wide = (-1, *[1] * there.x0.ndim)
@@ -364,7 +366,7 @@ class _AllFinite:
         self._event = torch.cuda.Event() if finite.is_cuda else None
         self._finite = finite.to("cpu", non_blocking=True)
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(finite.device))
 
     def __bool__(self) -> bool:
         if self._event is not None:

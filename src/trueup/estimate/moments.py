@@ -46,7 +46,7 @@ _BY_LEVEL, _DATA, _NOTES = SUMS[:4], SUMS[4:], ("indices", "digests")
 _DEAL = 0x5EED0F0F01D5  # so that dealing has nothing to do with drawing noise
 _WRAP = (1 << 64) - 1
 # What may differ between moments that are added; another machine may keep the model elsewhere.
-_APART: dict[str, Any] = {"chosen": None, "shares": None, "name": None}
+_APART: dict[str, Any] = dict.fromkeys(("chosen", "shares", "name", "base_model"))
 _NONE = torch.zeros(0, dtype=torch.int64)
 
 
@@ -283,12 +283,11 @@ class Moments:
 
     def __add__(self, other: Moments) -> Moments:
         """The moments of both sets of samples: later images, or another machine's. They must not overlap."""
-        ours, theirs = (
-            (m.shape, m.bands.edges, m.folds, m.classes, m.t.tolist(), {**m.provenance, **_APART})
-            for m in (self, other)
-        )
-        if ours != theirs:
-            raise TrueupError("moments measured with other settings cannot be added")
+        ours, theirs = (m._settings() for m in (self, other))
+        apart = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        if apart:
+            differ = f"another {' and another '.join(apart)}"
+            raise TrueupError(f"moments measured with other settings cannot be added: these have {differ}")
         shares = joined(Shares.noted(self.provenance), Shares.noted(other.provenance))
         noted = [bool(len(part.indices)) for part in (self, other) if part.rows.any() or part.data_rows.any()]
         if len(set(noted)) > 1:
@@ -306,6 +305,8 @@ class Moments:
             added["conditions"] = self.conditions + other.conditions
         chosen = dict.fromkeys(m.provenance.get("chosen") for m in (self, other))
         provenance = dict(self.provenance)
+        if name := other.provenance.get("base_model"):
+            provenance["base_model"] = name
         if len(chosen) > 1:
             provenance["chosen"] = "; ".join(map(str, chosen))[:1000]
         if shares is not None:
@@ -313,6 +314,12 @@ class Moments:
         return replace(
             self, **added, provenance=provenance, data_digest=(self.data_digest + other.data_digest) & _WRAP
         )
+
+    def _settings(self) -> dict[str, Any]:
+        """What must be the same of moments that are added."""
+        own = {"shape": self.shape, "set of bands": self.bands.edges, "number of folds": self.folds}
+        own |= {"set of classes": self.classes, "set of levels": self.t.tolist()}
+        return {**self.provenance, **_APART, **own}
 
     def pooled(self) -> Moments:
         """All classes as one."""

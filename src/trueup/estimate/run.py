@@ -154,6 +154,11 @@ class Run(Folder):
         """Look at some samples again; a stream, which is read up to here anyway, is looked at in passing."""
         if not samples.indexed:
             return
+        own = moments.indices - samples.images.offset
+        gone = moments.indices[(own < 0) | (own >= len(samples.source))]
+        if len(gone):
+            problem = f"sample {int(gone[0])} of {self.path} is not in {samples.name}"
+            raise DataError(f"{problem}: put the images back, or use a new run directory")
         last = len(moments.indices) - 1
         for row in sorted({round(i * last / (_LOOKED_AT - 1)) for i in range(_LOOKED_AT)}):
             index = int(moments.indices[row])
@@ -167,11 +172,6 @@ class Run(Folder):
                     f"sample {index} of {samples.name} is not what it was when {self.path} was begun: "
                     "put the images, labels and groups back, or use a new run directory"
                 )
-        own = moments.indices - samples.images.offset
-        gone = moments.indices[(own < 0) | (own >= len(samples.source))]
-        if len(gone):
-            problem = f"sample {int(gone[0])} of {self.path} is not in {samples.name}"
-            raise DataError(f"{problem}: put the images back, or use a new run directory")
         try:  # all of them, since they cost nothing
             if samples.vocabulary is not None and samples.labels is not None:
                 y = samples.vocabulary.numbers([samples.labels[k] for k in own.tolist()])
@@ -221,7 +221,8 @@ def _check_counts(moments: Moments) -> None:
         once[moments.classes.index(null)] = once.sum(0)
     counts = (moments.rows, moments.squares)  # (G, F, L)
     same = all(torch.equal(count, once[..., None].expand_as(count)) for count in counts)
-    if moments.mean_only or not same or float(moments.data_rows.sum()) != len(moments.indices):
+    count = len(moments.indices)
+    if not count or moments.mean_only or not same or float(moments.data_rows.sum()) != count:
         raise ArtifactError("its counts are not those of its samples")
 
 

@@ -70,10 +70,13 @@ def names_of(network: Any) -> dict[str, str]:
             name = "/".join(part.split("--")[1:])
             return {"base_model": name} if is_hub_name(name) else {}
     folder = Path(loaded).absolute()
-    if not loaded or not folder.is_dir():
-        return {"base_model": loaded} if is_hub_name(loaded) else {}
-    if (folder.parent / "model_index.json").is_file():  # the network's part of a pipeline
-        folder = folder.parent
+    try:
+        if not loaded or not folder.is_dir():
+            return {"base_model": loaded} if is_hub_name(loaded) else {}
+        if (folder.parent / "model_index.json").is_file():  # the network's part of a pipeline
+            folder = folder.parent
+    except OSError:  # somewhere that may not be looked at, or no path at all
+        return {}
     name = f"bundled:{folder.name}" if folder.parent == BUNDLED else printable(folder.name)[:100]
     return {"name": name} if is_bare_name(name) else {}
 

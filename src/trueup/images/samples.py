@@ -259,10 +259,12 @@ class Samples(Choosing):
         if self._once is not None:
             yield from map(read, entries)
             return
+        # Rows of an array that fit as they are take next to nothing but Python: more threads than one fight
+        # for the interpreter with each other and with the one that launches the network. Pictures are
+        # decoded, and resized, outside of it.
         array = isinstance(self.source, (Tensor, np.ndarray))
-        # Rows of an array are Python from end to end: more threads than one fight for the interpreter with
-        # each other and with the one that launches the network. Pictures are decoded outside of it.
-        threads, together = (1, _AT_ONCE) if array else (loading.workers(), 1)
+        ready = array and self.images.resize is None and self.autoencoder is None
+        threads, together = (1 if ready else loading.workers()), (_AT_ONCE if array else 1)
         groups = iter(lambda: list(itertools.islice(entries, together)), [])
         depth = max(2, 2 * threads, min(2 * size, _AHEAD // math.prod(self.shape)) // together)
         how: dict[str, Any] = {"wanted": lambda: wanted() / together, "depth": depth, "threads": threads}

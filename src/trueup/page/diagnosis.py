@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trueup.calibration import Calibration
+from trueup.doctor.finding import too_few
 from trueup.page.markup import Html, joined, missing, section, tag
 from trueup.page.measured import Diagnosis, Measured
 from trueup.page.origin import FILE, IMAGES, model_name
@@ -39,7 +40,7 @@ def _found(one: Diagnosis) -> Html:
     if not one.findings:
         words = f"Nothing above noise in {one.images:,} images."
         if not one.healthy:
-            words = f"{one.images:,} images are not enough to say that it is healthy: use 20 or more."
+            words = _sentence(too_few(one.images))
         seen = [f"{kind} of {100 * limit:.2g}%" for kind, limit in one.limits.items() if limit is not None]
         more = f"Would have been seen: {', '.join(seen)} of the loss." if seen else None
         title = "Healthy" if one.healthy else "Not known"

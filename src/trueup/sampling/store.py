@@ -279,6 +279,9 @@ class Output:
             return
         images = self.kept.read(self.count, "images")["images"]
         if self.kind == ".png":
+            if images.ndim != 4:
+                hint = "samples that are none go to a .npz file"
+                raise TrueupError(f"{self.kept.folder} holds no pictures: delete it to start over; {hint}")
             write(self.path, png(grid(images)))
         else:
             if images.dtype == torch.uint8 and images.ndim == 4:
