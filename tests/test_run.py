@@ -90,7 +90,7 @@ def test_other_settings_are_named(mixture, tmp_path):
         measure(off(mixture), x0, levels=[0.5], seed=4, run=tmp_path)
     with pytest.raises(DataError, match="sample 0 of the array is not what it was"):
         measure(off(mixture), x0.flip(0), run=tmp_path)
-    with pytest.raises(DataError, match="sample 4 of .* is not in the array: put the images back"):
+    with pytest.raises(DataError, match=r"sample 4 of .* is not in the array: put the images back"):
         measure(off(mixture), x0[:4], run=tmp_path)
 
 
