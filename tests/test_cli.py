@@ -396,6 +396,11 @@ def test_unknown_options_point_to_the_command_that_lacks_them():
 
 
 AT_ONCE = [
+    (["report", "there", "-o", "there"], "there: a report is a page, name a file that ends in .html"),
+    (["report", "there", "-o", "x.pdf"], "x.pdf: a report is a page"),
+    (["report", "there", "--with", "MODEL", "-o", "x.html"], "is not a file"),
+    (["report", "there", "--with", "nowhere.json", "-o", "x.html"], "nowhere.json does not exist"),
+    (["merge", "there", "-o", "there", "--force"], "there is one of the files to merge: name another"),
     (["sample", "MODEL", "-o", "x", "--solver", "nosuch"], "use dpm-solver-1,"),
     (["sample", "MODEL", "-o", "x", "--solver", "dpm-solver3"], "unknown solver 'dpm-solver3', did you mean"),
     (["sample", "nowhere", "-o", "x"], "nowhere is not a directory"),

@@ -23,10 +23,11 @@ from trueup.errors import ArtifactError, DataError, MismatchError
 from trueup.page import page, render, write
 from trueup.page.levels import frequencies, kept_map
 from trueup.page.pictures import around_zero, standing_out, tiles
+from trueup.statistics import Number
 
 from calibrations import emptied, make
 from forged import resign
-from pages import HOSTILE, Plain, checkup, comparison, likelihood, samplers, whole
+from pages import HOSTILE, Plain, checkup, comparison, likelihood, number, samplers, whole
 from tiny import tiny_unet
 
 PARTS = ("verdict", "samples", "diagnosis", "quality", "curves", "levels-of", "bands", "measures", "origin")
@@ -85,8 +86,8 @@ def test_sections_stand_in_order(files):
     assert places == sorted(places)
     first = re.search(r"<h1>(.*?)</h1>", text)[1]
     cal = trueup.load(files[0])
-    assert cal.verdict()[1:].startswith(first[1:])
-    assert first.count(". ") == 0
+    assert first == "Miscalibrated: correcting it brings samples closer to the data."
+    assert cal.verdict().partition(": correcting")[2].replace(" -> ", " → ") in said(text)
     words = said(text)
     for part in (
         "Brightness or colour drifts",
@@ -196,6 +197,54 @@ def test_what_is_missing_is_said_with_the_command_that_makes_it():
     assert "This file holds no samples" in words
     assert "trueup calibrate MODEL --data IMAGES" in words
     assert "does not hold the expected prediction" in words
+    assert words.count("How to add it") == 4
+    assert "--with check.json samplers.json evaluate.json likelihood.json -o report.html --force" in words
+
+
+def test_a_page_that_has_everything_asks_for_nothing(files):
+    text = render(files[0], measured=files[1])
+    assert 'id="more"' not in text
+    assert "How to add it" not in text
+    again = render(files[0], measured=[*files[1], *files[1]])  # named twice, shown once
+    assert again == text
+
+
+def test_a_verdict_that_is_not_about_samples_stays_the_headline():
+    cal = whole()
+    cal.provenance.pop("samples", None)
+    text = render(cal)
+    first = re.search(r"<h1>(.*?)</h1>", text)[1]
+    assert cal.verdict()[1:].startswith(first[1:])
+    assert "<code>trueup evaluate</code>" in text
+    assert "`" not in said(text)
+
+
+def test_sizes_are_shown_with_both_ends_of_their_intervals(files):
+    cal = trueup.load(files[0])
+    ends = (torch.full_like(cal.t, v) for v in (1.34, 0.8, -0.2, 4.51))
+    cal.evidence = replace(cal.evidence, eta2=Number(*ends))
+    assert said(render(cal)).count("1.34 (0 to 4.5)") == 2 * len(cal.t)  # at each level, and in the table
+
+
+def test_what_differs_is_seen_in_what_is_compared(files):
+    """Between images a likelihood varies more than calibrating changes it."""
+    cal = trueup.load(files[0])
+    terms = {
+        "before": number(4.1928, 2.0),
+        "after": number(4.1705, 2.0),
+        "difference": number(-0.0223, 0.001),
+    }
+    words = said(render(cal, measured=[Plain(likelihood(cal, total=terms))]))
+    assert "4.1928 ± " in words
+    assert "4.1705 ± " in words
+
+
+def test_few_numbers_are_a_table_and_many_a_chart(files):
+    cal = trueup.load(files[0])
+    found = samplers(cal)
+    one = {**found, "samplers": [row for row in found["samplers"] if row["nfe"] == 5]}
+    assert "against evaluations, samplers of" in render(cal, measured=[Plain(found)])
+    assert "against evaluations, samplers of" not in render(cal, measured=[Plain(one)])
 
 
 def test_nothing_to_correct_is_said_plainly():

@@ -49,7 +49,7 @@ def check(options: argparse.Namespace) -> None:
             raise TrueupError(f"{path} does not exist")
     for path in getattr(options, "measured", ()):
         if not path.is_file():
-            raise TrueupError(f"{path} does not exist")
+            raise TrueupError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
     for path in getattr(options, "files", ()):
         if not path.is_file():
             raise TrueupError(f"{path} is not a file that `trueup calibrate --shard` wrote")
@@ -175,5 +175,21 @@ def _likelihood(options: argparse.Namespace) -> None:
         raise DataError("say whose likelihood to measure: --data")
 
 
-_CHECKS = {"calibrate": _calibrate, "check": _check, "samplers": _samplers}
+def _merge(options: argparse.Namespace) -> None:
+    if options.output.exists() and any(p.exists() and p.samefile(options.output) for p in options.files):
+        raise TrueupError(f"{options.output} is one of the files to merge: name another to write")
+
+
+def _report(options: argparse.Namespace) -> None:
+    if options.output.suffix.lower() not in (".html", ".htm"):
+        raise TrueupError(f"{options.output}: a report is a page, name a file that ends in .html")
+
+
+_CHECKS = {
+    "calibrate": _calibrate,
+    "check": _check,
+    "samplers": _samplers,
+    "report": _report,
+    "merge": _merge,
+}
 _CHECKS |= {"evaluate": _evaluate, "likelihood": _likelihood}

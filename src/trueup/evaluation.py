@@ -243,7 +243,7 @@ def _changes(both: list[FeatureBatch], reference: Reference) -> tuple[dict[str, 
     """Every measure of both sides, and what to know about them."""
     (before, first), (after, second) = (measures(batch, reference) for batch in both)
     changes = {name: Change(before[name], after[name], MEASURES[name].more_is_better) for name in before}
-    return changes, first + second
+    return changes, [*dict.fromkeys(first + second)]
 
 
 def _mean_colour(colours: Tensor | None) -> list[float]:

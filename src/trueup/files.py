@@ -128,7 +128,10 @@ def load_tensors(path: str | PathLike[str], kind: str) -> tuple[dict[str, Any], 
         _check_values(meta)
     except FileNotFoundError:
         raise ArtifactError(f"{path} does not exist") from None
-    except (SafetensorError, OSError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as e:
+    except SafetensorError:
+        why = "it is no file of trueup's, or was damaged or cut short"
+        raise ArtifactError(f"{path} cannot be read: {why}") from None
+    except (OSError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as e:
         raise ArtifactError(f"{path} cannot be read: {line(e)}") from None
     return meta, tensors
 

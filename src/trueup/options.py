@@ -94,7 +94,7 @@ def parser() -> _Parser:
     wanted = "fit solvers for so many evaluations; alone, without --data, the solvers only"
     few.add_argument("--nfe", type=typed.counts, metavar="N,M,..", help=wanted)
     few.add_argument("--calibration", **_WHERE, help="instead of --data: add solvers to what this file has")
-    many = "samples that solvers are fitted to (default: 128)"
+    many = "samples that solvers are fitted to, 32 or more (default: 128)"
     few.add_argument("--trajectories", **_COUNT, default=128, help=many)
     _add_labels(few)
     _add_guidance(few)

@@ -199,7 +199,9 @@ def _symptom(kind: str, part: Part, parts: Parts) -> Finding:
     if all(abs(n.value) < n.reach for n in ends.mean):  # within noise
         text = f"the spread of samples' {what} is off by x{spread.value:.2g} ± {spread.reach:.1g}"
     else:
-        text = f"{what} of samples drifts by {', '.join(by)}"
+        whole = parts.moments.provenance.get("data_range")
+        units = f", of a range of {whole[1] - whole[0]:g}" if whole else ""
+        text = f"{what} of samples drifts by {', '.join(by)}{units}"
         text += f", {wider}" if abs(spread.value - 1) > spread.reach else ""
     surer = abs(mean.value) / max(mean.error, 1e-300) >= abs(math.log(spread.value)) / max(
         spread.error, 1e-300

@@ -71,7 +71,8 @@ def chart(title: str, lines: Sequence[Line], x: Axis, y: Axis, *, level: float |
     svg = tag(
         "svg", tag("title", title), parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title
     )
-    return tag("div", tag("p", y.label, class_="label"), svg, _legend(drawn), class_="chart")
+    up_label = f"{y.label}, in powers of ten" if y.log else y.label
+    return tag("div", tag("p", up_label, class_="label"), svg, _legend(drawn), class_="chart")
 
 
 def _drawn(line: Line, place_x: Place, place_y: Place) -> list[Html]:
@@ -165,10 +166,12 @@ def _log_ticks(low: float, high: float) -> list[float]:
     ([0.05, 0.1, 0.2, 0.5, 1.0, 2.0], [1e-07, 1e-05, 0.001, 0.1, 10.0])
     """
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    many = math.log10(high / low) > 2.5
-    found = [
-        m * 10.0**k for k in decades for m in ((1,) if many else (1, 2, 5)) if low <= m * 10.0**k <= high
-    ]
+
+    def ticks(*steps: int) -> list[float]:
+        return [m * 10.0**k for k in decades for m in steps if low <= m * 10.0**k <= high]
+
+    found = ticks(1, 2, 5)
+    found = found if len(found) <= 6 else ticks(1)
     return found[:: math.ceil(len(found) / 6)] or [low, high]
 
 

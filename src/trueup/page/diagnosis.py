@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from trueup.calibration import Calibration
 from trueup.doctor.finding import too_few
 from trueup.page.markup import Html, joined, missing, section, tag
 from trueup.page.measured import Diagnosis, Measured
-from trueup.page.origin import FILE, IMAGES, model_name
 
 # As docs/doctor.md explains them.
 _TITLES = {
@@ -25,14 +23,12 @@ _TITLES = {
 }
 
 
-def diagnosis(calibration: Calibration, measured: Measured) -> Html:
+def diagnosis(measured: Measured) -> Html:
     """The findings, or that there are none; or how to look for some."""
     if measured.diagnoses:
         return section("diagnosis", "Diagnosis", None, [_found(one) for one in measured.diagnoses])
-    how = f"trueup check {model_name(calibration, 'MODEL')} --data {IMAGES} -o check.json"
-    page = f"trueup report {FILE} --with check.json -o report.html"
-    what = "What kind of miss this is, and its likely cause, was not looked for. To have that here:"
-    return section("diagnosis", "Diagnosis", None, missing(what, how, page))
+    what = "What kind of miss this is, and its likely cause, was not looked for."
+    return section("diagnosis", "Diagnosis", None, missing(what, more=True))
 
 
 def _found(one: Diagnosis) -> Html:
@@ -50,7 +46,7 @@ def _found(one: Diagnosis) -> Html:
     items = [
         tag(
             "li",
-            tag("h3", _TITLES.get(each.kind, each.kind)),
+            tag("h3", _TITLES.get(each.kind, each.kind), " ", tag("code", each.kind)),
             tag("p", _sentence(each.sentence)),
             tag("p", _sentence(each.advice), class_="advice") if each.advice else None,
         )

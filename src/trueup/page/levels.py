@@ -10,7 +10,7 @@ from trueup.calibration import Calibration
 from trueup.calibration.drawn import small_maps
 from trueup.figure import curves
 from trueup.page.chart import Axis, Line, chart
-from trueup.page.markup import Html, interval, joined, plus_minus, tag
+from trueup.page.markup import Html, interval, joined, plus_minus, ranged, tag
 from trueup.page.pictures import around_zero, picture, standing_out
 from trueup.statistics import Number
 
@@ -116,16 +116,16 @@ def figure_two(calibration: Calibration) -> Html:
                         f"Spectrum of the correction at {name}",
                         [Line("correction", at, power[row].tolist(), "accent")],
                         Axis("frequency, cycles a pixel"),
-                        Axis("size of a coefficient", least=0.0, most=top),
+                        Axis("the correction's mean, of a DCT coefficient", least=0.0, most=top),
                     ),
                     chart(
                         f"Gains by frequency at {name}",
                         [
-                            Line("on the output", at, gains[0][row].tolist(), "accent"),
-                            Line("on the input", at, gains[1][row].tolist(), "plain"),
+                            Line("output ε̂", at, gains[0][row].tolist(), "accent"),
+                            Line("input x/σ", at, gains[1][row].tolist(), "plain"),
                         ],
                         Axis("frequency, cycles a pixel"),
-                        Axis("what it is multiplied by", least=min(0.0, ends[0]), most=max(1.0, ends[1])),
+                        Axis("factor of each", least=min(0.0, ends[0]), most=max(1.0, ends[1])),
                         level=1.0,
                     ),
                     class_="charts two",
@@ -178,11 +178,16 @@ def _numbers(calibration: Calibration, row: int) -> Html:
     sure = "" if size.sign > 0 else ", within noise"
     share = Number(gain.value, gain.error, gain.low, gain.high).scaled(100 / loss) if loss > 0 else gain
     parts = [
-        ("‖E[ε̂]‖²", f"{plus_minus(size)}{sure}"),
+        ("‖E[ε̂]‖²", f"{ranged(size)}{sure}"),
         ("loss", f"{loss:.4g}"),
-        ("of it removed", f"{interval(share)}%" if loss > 0 else "unknown"),
+        ("of it removed", _removed(share) if loss > 0 else "unknown"),
     ]
     return tag("dl", [tag("div", tag("dt", name), tag("dd", said)) for name, said in parts], class_="numbers")
+
+
+def _removed(share: Number) -> str:
+    """A share of the loss in percent; one that is not surely above 0 with its sign."""
+    return ranged(share, "%", most=100.0) if share.sign > 0 else f"{interval(share)}%"
 
 
 def band_moments(calibration: Calibration) -> Html:
@@ -214,7 +219,7 @@ def band_moments(calibration: Calibration) -> Html:
             "Spread of the samples' bands over the data's, by frequency, with 95% bands",
             spreads,
             across,
-            Axis("spread of samples / of data"),
+            Axis("spread of samples / of data", log=_wide(spreads)),
             level=1.0,
         ),
         chart(
@@ -225,6 +230,12 @@ def band_moments(calibration: Calibration) -> Html:
         ),
         class_="charts two",
     )
+
+
+def _wide(lines: list[Line]) -> bool:
+    """Whether ratios reach so far that a scale of equal steps would hide those near 1."""
+    values = [1.0, *(v for line in lines for v in line.y)]
+    return max(values) > 8 * min(values)
 
 
 def drawn_name(before: bool, fitted: bool, nfe: int) -> tuple[str, str, bool]:

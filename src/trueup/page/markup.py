@@ -68,13 +68,43 @@ def embedded(values: Any) -> Html:
     return Html(plain)
 
 
-def plus_minus(number: Number) -> str:
-    """A number as it is read and copied."""
+def plus_minus(number: Number, beside: Number | None = None) -> str:
+    """A number as it is read and copied; beside: a difference that its digits must show."""
     if math.isnan(number.value):
         return "unknown"
     if math.isnan(number.low) or number.low == number.high:
         return f"{number.value:.4g}"
-    return f"{number.value:.{_digits(number)}f} ± {number.reach:.{_digits(number)}f}"
+    places = _digits(number)
+    if beside is not None and not math.isnan(beside.low):
+        places = max(places, min(_digits(beside), 4))
+    return f"{number.value:.{places}f} ± {number.reach:.{places}f}"
+
+
+def ranged(number: Number, unit: str = "", most: float = math.inf) -> str:
+    """A size with the ends of its interval, which are not alike: no size is below 0.
+
+    >>> ranged(Number(1.34, 0.8, -0.2, 4.51)), ranged(Number(96.4, 16.0, 65.0, 128.0), "%", most=100.0)
+    ('1.34 (0 to 4.5)', '96.4% (65 to 100)')
+    """
+    if math.isnan(number.value):
+        return "unknown"
+    value = f"{number.value:.3g}{unit}"
+    if math.isnan(number.low) or number.low == number.high:
+        return value
+    return f"{value} ({max(number.low, 0.0):.2g} to {_short(min(number.high, most))})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.2g}" if value < 100 else f"{value:.0f}"
+
+
+def worded(text: str) -> Html:
+    """A text whose `commands` are marked as such.
+
+    >>> print(worded("see `trueup <x>` for it"))
+    see <code>trueup &lt;x&gt;</code> for it
+    """
+    return joined([tag("code", part) if i % 2 else part for i, part in enumerate(text.split("`"))])
 
 
 def interval(number: Number) -> str:
@@ -137,6 +167,7 @@ def section(name: str, title: str, lead: str | None, *children: Any) -> Html:
     return tag("section", tag("h2", title), about, *children, id=name)
 
 
-def missing(what: str, *lines: str) -> Html:
-    """What is not there, and what makes it."""
-    return tag("div", tag("p", what), command(*lines) if lines else None, class_="missing")
+def missing(what: str, *lines: str, more: bool = False) -> Html:
+    """What is not there, and what makes it; more: that is said at the end, for all that is missing."""
+    said = joined(what, " ", tag("a", "How to add it", href="#more"), ".") if more else what
+    return tag("div", tag("p", said), command(*lines) if lines else None, class_="missing")

@@ -119,8 +119,12 @@ class Measured:
     def of(cls, given: Iterable[Any], calibration: Calibration) -> Measured:
         """Files, or what the functions of those names return, of this calibration's network."""
         found = cls()
+        seen: list[Any] = []
         for one in given:
             name, values = _values(one)
+            if values in seen:  # named twice
+                continue
+            seen.append(values)
             try:
                 found._add(values, calibration, name)
             except TrueupError:

@@ -8,9 +8,19 @@ from typing import Any
 from trueup.calibration import Calibration
 from trueup.page.chart import Axis, Line, chart
 from trueup.page.levels import level_rows
-from trueup.page.markup import Html, details, interval, joined, missing, plus_minus, section, table, tag
+from trueup.page.markup import (
+    Html,
+    details,
+    interval,
+    joined,
+    missing,
+    plus_minus,
+    ranged,
+    section,
+    table,
+    tag,
+)
 from trueup.page.measured import Comparison, Likelihood, Measured, Samplers
-from trueup.page.origin import FILE, IMAGES, model_name
 from trueup.statistics import Number, told
 
 _TABLE = "All numbers of this chart"
@@ -23,15 +33,7 @@ def quality(calibration: Calibration, measured: Measured) -> Html:
     if calibration.solvers:
         parts.append(_of_solvers(calibration))
     if not measured.samplers:
-        model = model_name(calibration, "MODEL")
-        how = f"trueup samplers {model} --calibration {FILE} -o samplers.json"
-        parts.append(
-            missing(
-                "Other samplers were not compared. To have them here:",
-                how,
-                f"trueup report {FILE} --with samplers.json -o report.html",
-            )
-        )
+        parts.append(missing("Other samplers were not compared.", more=True))
     lead = "How near few evaluations of the network come, sampler by sampler."
     return section("quality", "Quality against evaluations", lead, *parts)
 
@@ -56,27 +58,33 @@ def _of_samplers(found: Samplers) -> Html:
         bands = ([v.low for v in values], [v.high for v in values]) if kind != "faint" else ([], [])
         lines.append(Line(name, [k for k, _ in ordered], [v.value for v in values], kind, *bands))
     network = "the calibrated network" if found.calibrated else "the network as it is"
-    drawn = chart(
-        f"Distance to the limit against evaluations, samplers of {network}",
-        lines,
-        Axis("evaluations of the network", log=True, ticks=numbers),
-        Axis("distance to the model's own limit", log=True),
+    drawn = (
+        None
+        if len(numbers) < 2
+        else chart(
+            f"Distance to the limit against evaluations, samplers of {network}",
+            lines,
+            Axis("evaluations of the network", log=True, ticks=numbers),
+            Axis("distance to the model's own limit", log=True),
+        )
     )
     found_at = {(row.sampler, row.grid, row.nfe): plus_minus(row.error) for row in found.rows}
-    kinds = dict.fromkeys((row.sampler, row.grid) for row in found.rows)
+    nearest_first = sorted(found.rows, key=lambda row: (row.nfe, row.error.value))
+    kinds = dict.fromkeys((row.sampler, row.grid) for row in nearest_first)
     rows = [
         [joined(name, ", ", grid), *(found_at.get((name, grid, number), "–") for number in numbers)]
         for name, grid in kinds
     ]
+    which = "" if drawn is None else ", each on its best grid"
     words = (
-        f"Samplers of {network}, each on its best grid; {found.trajectories} trajectories. Squared error to "
-    )
-    words += (
-        "the many-step limit from the same noise, over the limit's variance, every band in its own units."
+        f"Samplers of {network}{which}; {found.trajectories} trajectories. Squared error to the many-step "
+        "limit from the same noise, over the limit's variance, every band in its own units."
     )
     heads = ["sampler, grid", *(f"{number} evaluations" for number in numbers)]
-    numbers_of = details(_TABLE, table(heads, rows, "Distance to the limit, ± 95%"))
-    return joined(tag("div", drawn, class_="charts one"), tag("p", words), numbers_of)
+    numbers_of = table(heads, rows, "Distance to the limit, ± 95%")
+    if drawn is None:  # a table says it
+        return joined(tag("p", words), numbers_of)
+    return joined(tag("div", drawn, class_="charts one"), tag("p", words), details(_TABLE, numbers_of))
 
 
 def _of_comparison(found: Comparison) -> Html | None:
@@ -86,8 +94,9 @@ def _of_comparison(found: Comparison) -> Html | None:
         change = row.changes.get("frechet")
         if change is None or row.nfe is None:
             continue
-        if row.uncalibrated is None:
-            sides.setdefault(f"{row.solver}, before", []).append((row.nfe, change.before))
+        before = sides.setdefault(f"{row.uncalibrated or row.solver}, before", [])
+        if row.nfe not in dict(before):  # of a fitted solver and of the one beside it they are the same
+            before.append((row.nfe, change.before))
         sides.setdefault(f"{row.solver}, after", []).append((row.nfe, change.after))
     if max(map(len, sides.values()), default=0) < 2:  # a table says it
         return None
@@ -126,19 +135,33 @@ def _of_solvers(calibration: Calibration) -> Html:
         if math.isnan(after):
             return "–"
         first = "" if math.isnan(before) or before == after else f"{max(0.0, before):.3g} → "
-        return f"{first}{max(0.0, after):.3g}"
+        limit = solver.evidence.get(f"limit_{name}", math.nan)
+        last = "" if math.isnan(limit) else f" (the limit's: {max(0.0, limit):.3g})"
+        return f"{first}{max(0.0, after):.3g}{last}"
 
     rows = [
         [
             solver.purpose,
             solver.provenance.get("base", "a rule"),
+            solver.provenance.get("fitted", "–"),
             pair(solver, "error"),
             pair(solver, "miss"),
         ]
         for solver in calibration.solvers
     ]
-    heads = ["fitted for", "starting from", "distance to the limit", "miss of the data's bands"]
-    return table(heads, rows, "Solvers in this file: the rule as it was → fitted")
+    heads = [
+        "fitted for",
+        "starting from",
+        "what was done",
+        "distance to the limit",
+        "miss of the data's bands",
+    ]
+    caption = "Solvers in this file: the rule as it was → fitted, on trajectories that nothing was fitted to"
+    words = (
+        "Steps are fitted to the model's own limit where that is near the data, and are then judged by their "
+        "distance to it; elsewhere states are brought to the data's moments, and are judged by those."
+    )
+    return joined(table(heads, rows, caption), tag("p", words, class_="note"))
 
 
 def measures(calibration: Calibration, measured: Measured) -> Html:
@@ -148,13 +171,11 @@ def measures(calibration: Calibration, measured: Measured) -> Html:
         parts += [_changes(one)]
     for bits in measured.likelihoods:
         parts.append(_likelihood(bits))
-    e, model = calibration.evidence, model_name(calibration, "MODEL")
+    e = calibration.evidence
     if not measured.comparisons:
-        how = f"trueup evaluate {model} --calibration {FILE} --data {IMAGES} -o evaluate.json"
-        parts.append(missing("Samples were not compared with the data by a measure. To have that here:", how))
+        parts.append(missing("Samples were not compared with the data by a measure.", more=True))
     if not measured.likelihoods:
-        how = f"trueup likelihood {model} --calibration {FILE} --data {IMAGES} -o likelihood.json"
-        parts.append(missing("Likelihoods were not measured. To have them here:", how))
+        parts.append(missing("Likelihoods were not measured.", more=True))
     if calibration.measured:
         heads = ["t", "λ", "loss", "‖E[ε̂]‖²", "taken off the loss"]
         rows = [
@@ -162,7 +183,7 @@ def measures(calibration: Calibration, measured: Measured) -> Html:
                 f"{float(calibration.t[row]):.4g}",
                 f"{float(calibration.correction.lam[row]):+.2f}",
                 plus_minus(e.loss[row]),
-                plus_minus(e.eta2[row]),
+                ranged(e.eta2[row]),
                 interval(e.gain[row]),
             ]
             for row in level_rows(calibration)
@@ -180,8 +201,8 @@ def _changes(found: Comparison) -> Html:
         rows = [
             [
                 each.name,
-                plus_minus(each.before),
-                plus_minus(each.after),
+                plus_minus(each.before, each.difference),
+                plus_minus(each.after, each.difference),
                 told(each.difference, each.more_is_better),
             ]
             for each in row.changes.values()
@@ -196,9 +217,10 @@ def _changes(found: Comparison) -> Html:
 def _likelihood(found: Likelihood) -> Html:
     rows = []
     for name, sides in found.terms.items():
-        change = told(sides["difference"]) if "difference" in sides else "–"
-        after = plus_minus(sides["after"]) if "after" in sides else "–"
-        rows.append([name, plus_minus(sides["before"]), after, change])
+        difference = sides.get("difference")
+        change = told(difference) if difference is not None else "–"
+        after = plus_minus(sides["after"], difference) if "after" in sides else "–"
+        rows.append([name, plus_minus(sides["before"], difference), after, change])
     kind = "by the probability flow" if found.method == "ode" else "bound"
     caption = f"Negative log-likelihood ({kind}), bits/dim of a {found.of}, {found.images:,} images"
     notes = [tag("p", note, class_="note") for note in (found.description, *found.notes)]

@@ -14,11 +14,13 @@ FILE, IMAGES = "FILE.trueup.safetensors", "IMAGES"
 def model_name(calibration: Calibration, otherwise: str | None = None) -> str:
     """What people call it: its name on the Hub, or its directory's, or its class.
 
-    In a command only the first will do; `otherwise` is what to write there.
+    In a command only the first will do, and what comes with trueup; `otherwise` is what else to write there.
     """
     origin = calibration.provenance
     if is_hub_name(origin.get("base_model")):
         return str(origin["base_model"])
+    if str(origin.get("name")).startswith("bundled:"):
+        return str(origin["name"])
     return otherwise or str(origin.get("name") or origin.get("model") or "a network")
 
 

@@ -13,6 +13,7 @@ from trueup import __version__
 from trueup.calibration import Calibration, as_calibration
 from trueup.files import write as write_file
 from trueup.page import measures, sections
+from trueup.page.completing import completing
 from trueup.page.diagnosis import diagnosis
 from trueup.page.markup import Html, embedded, joined, tag
 from trueup.page.measured import Measured
@@ -57,12 +58,13 @@ def render(calibration: Calibration | str | PathLike[str], *, measured: Iterable
         "main",
         sections.verdict(calibration),
         sections.samples(calibration),
-        diagnosis(calibration, found),
+        diagnosis(found),
         measures.quality(calibration, found),
         sections.figures(calibration),
         sections.moments(calibration),
         measures.measures(calibration, found),
         sections.origin(calibration),
+        completing(calibration, found),
         tag("footer", tag("p", f"Written by trueup {__version__}. This page holds everything it shows.")),
     )
     data = tag("script", embedded(values), type="application/json", id="data")

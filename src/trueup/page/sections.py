@@ -7,7 +7,18 @@ import re
 
 from trueup.calibration import Calibration, Drawn
 from trueup.page import levels
-from trueup.page.markup import Html, command, details, joined, missing, plus_minus, section, table, tag
+from trueup.page.markup import (
+    Html,
+    command,
+    details,
+    joined,
+    missing,
+    plus_minus,
+    section,
+    table,
+    tag,
+    worded,
+)
 from trueup.page.origin import commands, model_name, provenance
 from trueup.page.pictures import picture
 
@@ -16,16 +27,27 @@ def verdict(calibration: Calibration) -> Html:
     """The verdict in a sentence, what else was said, and the numbers behind it."""
     said = calibration.verdict().replace(" -> ", " → ")
     first, *rest = re.split(r"(?<=\.)\s+(?=[A-Z])", f"{said[:1].upper()}{said[1:]}")
+    if first.startswith("Miscalibrated") and _closer(calibration):
+        told = first.partition(": ")[2]
+        rest = [f"{told[:1].upper()}{told[1:]}", *rest]
+        first = "Miscalibrated: correcting it brings samples closer to the data."
     tiles = [tag("div", tag("dt", name), tag("dd", value)) for name, value in _headline(calibration)]
     return tag(
         "header",
         tag("p", "trueup report", class_="kicker"),
         tag("p", model_name(calibration), class_="model"),
         tag("h1", first),
-        tag("p", " ".join(rest), class_="more") if rest else None,
+        tag("p", worded(" ".join(rest)), class_="more") if rest else None,
         tag("dl", tiles, class_="tiles") if tiles else None,
         id="verdict",
     )
+
+
+def _closer(calibration: Calibration) -> bool:
+    """Whether samples surely get closer to the data: what people see comes before what is measured."""
+    seen = calibration.samples
+    change = None if seen is None else seen.changed_by(calibration.gains)
+    return calibration.gains != "none" and change is not None and change.sign < 0
 
 
 def _headline(calibration: Calibration) -> list[tuple[str, str]]:
@@ -80,26 +102,38 @@ def _no_samples(calibration: Calibration) -> Html:
         return missing("There is nothing to correct: samples with this file are those without it.")
     if calibration.drawn:
         said = "Samples were drawn to judge by, but are no pictures: they are latents, and the model came "
-        return missing(f"{said}without an autoencoder. Name it with --vae.", *commands(calibration)[:1])
+        return missing(f"{said}without an autoencoder. Name it with --vae.", _again(calibration))
     said = "This file holds no samples: none were drawn, or there was nothing to judge them by."
-    return missing(
-        f"{said} Calibrated with data and without --no-samples, it will.", *commands(calibration)[:1]
-    )
+    return missing(f"{said} Calibrated with data and without --no-samples, it will.", _again(calibration))
+
+
+def _again(calibration: Calibration) -> str:
+    """What makes the file anew, over the one that is there."""
+    first = commands(calibration)[0]
+    return f"{first} --force" if first.startswith("trueup") else first
+
+
+_FORMS = {
+    "none": "none: the network as it is",
+    "sqrt": "sqrt: the output's own part keeps its spread",
+    "response": "response: the output's own part is left alone",
+}
 
 
 def moments(calibration: Calibration) -> Html:
     """The samples' bands beside the data's."""
     title, lead = "Samples' bands against the data's", "A ratio of 1 and a mean off by 0 is the data itself."
+    unit = "A miss of 0.01 nats a coefficient is all bands off by 10% in contrast."
     if not calibration.drawn:
         return section("bands", title, None, _no_samples(calibration))
     count = f"{calibration.drawn[0].samples} samples each, {calibration.data_images:,} images of the data."
     seen = calibration.samples
-    rows = [] if seen is None else [[form, plus_minus(number)] for form, number in seen.misses.items()]
-    shown = (
-        table(["form of the correction", "miss, nats a coefficient"], rows, "Miss of every form")
-        if rows
-        else None
-    )
+    rows = [
+        [f"{_FORMS.get(form, form)}{', used' * (form == calibration.gains)}", plus_minus(number)]
+        for form, number in (seen.misses.items() if seen is not None else ())
+    ]
+    heads = ["form of the correction", "miss, nats a coefficient"]
+    shown = table(heads, rows, f"Miss of every form that was tried. {unit}") if rows else None
     return section("bands", title, f"{lead} {count}", levels.band_moments(calibration), shown)
 
 
@@ -120,10 +154,13 @@ def figures(calibration: Calibration) -> Html:
     """Figure 1 and figure 2 of the paper."""
     one, two = "The network's mean error over time", "One noise level at a time"
     if not calibration.measured:
-        said = missing("Nothing was measured: this file has solvers alone.", *commands(calibration)[:1])
+        said = missing("Nothing was measured: this file has solvers alone.", _again(calibration))
         return joined(section("curves", one, None, said), section("levels-of", two, None, said))
     lead = "An ideal network's expected prediction is 0 at every noise level. Bands are 95%."
-    about = "Where it is not 0, what is kept of it as a correction, and the gains that go with it."
+    about = (
+        "The network's expected prediction, which should be 0, and what the correction takes off it in the "
+        "mean. What replaces an output is a factor of it, plus a factor of the input, less a constant."
+    )
     return joined(
         section("curves", one, lead, levels.figure_one(calibration)),
         section("levels-of", two, about, levels.figure_two(calibration)),
