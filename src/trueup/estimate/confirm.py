@@ -70,12 +70,15 @@ def cross_validate(moments: Moments, residual: Tensor, fit: Callable[[Moments], 
     return HeldOut(torch.cat([p.product for p in parts]), torch.cat([p.square for p in parts]))
 
 
-def confirmed_scale(held: HeldOut, moments: Moments) -> Tensor:
+def confirmed_scale(held: HeldOut, moments: Moments, *, varying: bool = False) -> Tensor:
     """How much of the correction to keep, (L, bands) in [0, 1]; equation 23.
 
     The best scale on held-out samples is product/square, one where that is within its noise. It is shrunk by
     (1 - (z/t)^2)+, with t the product's t statistic over folds: zero until the evidence passes z. Every
     condition is a ramp that starts where it is met, so that what is not confirmed is zero and nothing jumps.
+
+    varying: the correction itself differs from fold to fold (what conditions say does), and with it what it
+    takes off: a fold is then expected to have its share of the sum of squares, not of the samples.
     """
     rows = moments.rows[0]  # (F, L)
     n, folds = rows.sum(0), (rows > 0).sum(0)
@@ -86,7 +89,11 @@ def confirmed_scale(held: HeldOut, moments: Moments) -> Tensor:
     def error(deviation: Tensor) -> Tensor:
         return (inflate * deviation.square().sum(0)).sqrt()
 
-    deviation = held.product - share * held.product.sum(0)
+    expected, slope = share * held.product.sum(0), torch.zeros_like(held.product[0])
+    if varying:
+        slope = held.product.sum(0) / held.square.sum(0).clamp_min(1e-300)  # (L, bands)
+        expected = slope * held.square
+    deviation = held.product - expected
     # In units of its noise, so that no level drowns its neighbours; a correction that is small next to what a
     # coefficient's mean is known to fades from them.
     fade = FADE * one_coefficient(moments)
@@ -103,7 +110,10 @@ def confirmed_scale(held: HeldOut, moments: Moments) -> Tensor:
     scale = scale * ramp(total / (z_once * noise)).amax(0)
     # A level whose bands together did not gain for sure on held-out samples keeps nothing.
     gain = held.gain(scale).sum(2, keepdim=True)  # (F, L, 1)
-    gain_error = error(gain - share * gain.sum(0)).clamp_min(1e-300)
+    likely = share * gain.sum(0)
+    if varying:
+        likely = ((2 * scale * slope - scale.square()) * held.square).sum(2, keepdim=True)
+    gain_error = error(gain - likely).clamp_min(1e-300)
     return scale * ramp(gain.sum(0) / (LEVEL * gain_error))
 
 

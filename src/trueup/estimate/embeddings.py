@@ -120,7 +120,7 @@ class _Regression:
             square.append(self._by_band((tried * torch.einsum("lpq,lqck->lpck", own, tried)).sum(1)))
         held = HeldOut(torch.stack(product), torch.stack(square))
         final = shrunk(maps)
-        kept = confirm.confirmed_scale(held, self.moments)
+        kept = confirm.confirmed_scale(held, self.moments, varying=True)
         size = self._by_band((final * torch.einsum("lpq,lqck->lpck", whole, final)).sum(1))
         realised = confirm.realised(held, size, self.moments, kept)
         return _Solved(final * kept[:, None, None, self.band], held.gain(realised).sum(2))
