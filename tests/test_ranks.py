@@ -440,7 +440,8 @@ def test_shards_merged_are_what_one_process_writes(model, images, one, tmp_path)
 
     refused(trueup_command("merge", parts[0], parts[0], "-o", tmp_path / "y"), "both hold share 1 of 3")
     refused(trueup_command("merge", parts[0], out, "-o", tmp_path / "y"), str(out))
-    refused(trueup_command("merge", out, "-o", out), "exists")
+    refused(trueup_command("merge", out, "-o", out), "one of the files to merge: name another")
+    refused(trueup_command("merge", *parts, "-o", out), "exists")
 
     two = ("merge", parts[0], parts[2], "-o", tmp_path / "y")
     refused(trueup_command(*two), "share 2 of 3 is missing", "pass --partial to do without")
