@@ -413,6 +413,11 @@ AT_ONCE = [
     (["calibrate", "MODEL", "-o", "there", "--data", "MODEL"], "there exists: pass --force"),
     (["calibrate", "MODEL", "-o", "no/such/x", "--data", "MODEL"], "not a directory"),
     (["check", "MODEL"], "say what to measure on: --data"),
+    (["check", "MODEL", "--data", "there"], "there holds no images: name a folder of images"),
+    (["check", "MODEL", "--data", "nothing"], "nothing is empty: name a folder of images"),
+    (["sample", "MODEL", "-o", "x", "--seed", "-1"], "'-1' is not a whole number, at least 0"),
+    (["sample", "MODEL", "-o", "x", "--seed", str(2**53)], "at least 0 and below 2**53"),
+    (["sample", "MODEL", "-o", "x", "--sampler", "ddim"], "did you mean --solver?"),
     (["check", "MODEL", "--data", "MODEL", "--figure", "x.gif"], ".png, .svg or .pdf"),
     (["evaluate", "MODEL", "--calibration", "there"], "say what to compare with"),
     (["likelihood", "MODEL"], "--data"),
@@ -425,6 +430,7 @@ AT_ONCE = [
 def test_what_shows_at_once_is_said_before_torch_is_loaded(model, tmp_path):
     """In one process for all: what counts is what it has loaded in the end."""
     (tmp_path / "there").write_text("precious")
+    (tmp_path / "nothing").mkdir()
     commands = [[str(model) if word == "MODEL" else word for word in words] for words, _ in AT_ONCE]
     code = f"""
 import sys
@@ -443,7 +449,7 @@ assert "diffusers" not in sys.modules
     lines = done.stderr.splitlines()
     for (words, said), line in zip(AT_ONCE, lines, strict=True):
         assert said in line, words
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["there"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["nothing", "there"]
 
 
 def test_a_misused_model_is_refused_with_the_options_that_mend_it(tmp_path):

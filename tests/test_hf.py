@@ -606,6 +606,7 @@ def drop_weight(path: Path) -> None:
         (lambda p: edit(p / "model_index.json", unet="UNet2DModel"), "neither a unet nor a transformer"),
         (lambda p: (p / "unet/config.json").unlink(), "config.json does not exist"),
         (lambda p: (p / "unet/config.json").write_text("{'a'"), "config.json cannot be read"),
+        (lambda p: (p / "unet/config.json").write_text("[" * 100_000), "config.json cannot be read"),
         (lambda p: (p / "unet/config.json").write_bytes(b"\xff\xfe\x00"), "config.json cannot be read"),
         (lambda p: edit(p / "unet/config.json", _class_name="UNet9D"), "'UNet9D', which is no network"),
         (lambda p: edit(p / "unet/config.json", _class_name="DDPMScheduler"), "is no network"),

@@ -1,9 +1,11 @@
 """What reviews found, and must not come back: precision, resumed runs, generators, hidden networks."""
 
+import copy
 import itertools
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 import trueup
 from trueup.bands import Bands, full_precision
 from trueup.errors import ArtifactError, DataError, ModelError, TrueupError
-from trueup.estimate import Moments, measure
+from trueup.estimate import Moments, fit, measure
 from trueup.images import Images
 from trueup.process import ContinuousVP, DiscreteVP
 
@@ -280,3 +282,73 @@ def test_full_precision_is_put_back_after_an_error(coarse):
     with pytest.raises(KeyError), full_precision():
         raise KeyError
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+class Overwrites(torch.nn.Module):
+    """A network off by a constant, which scales its input in place, and halves its times."""
+
+    def __init__(self, x=0.5, t=1.0):
+        super().__init__()
+        self.inner, self.x, self.t = Net(0.3), x, t
+
+    def forward(self, x_t, t):
+        output = self.inner(x_t, t)
+        x_t.mul_(self.x)
+        t.mul_(self.t)
+        return output
+
+
+@pytest.mark.parametrize("how", [{"x": 0.5}, {"x": 1.0, "t": 0.5}], ids=["x", "t"])
+def test_a_network_that_writes_into_its_arguments_is_corrected_as_any_other(how):
+    network, plain = Overwrites(**how), denoiser(Net(0.3))
+    own = denoiser(network)
+    found, expected = (fit(measure(one, data(40), **QUIET)) for one in (own, plain))
+    assert not found.empty
+    torch.testing.assert_close(found.correction.b, expected.correction.b)
+    x_t = data(4)
+    with trueup.attach(own, found), trueup.attach(plain, expected):
+        for t in LEVELS:
+            torch.testing.assert_close(own(x_t, t), plain(x_t, t))
+    assert torch.equal(x_t, data(4))
+    with pytest.raises(TrueupError, match=r"writes into them.*attach to that Denoiser"):
+        trueup.attach(network, found)
+
+
+def test_a_run_of_a_network_that_writes_into_its_arguments_goes_on(tmp_path):
+    measure(denoiser(Overwrites()), data(8), run=tmp_path, **QUIET)
+    more = measure(denoiser(Overwrites()), data(12), run=tmp_path, **QUIET)
+    assert more.images == 12
+    assert more.provenance["binding"] is None
+
+
+def test_a_corrected_network_is_not_measured_wherever_it_is_hidden():
+    network = Net()
+    held = SimpleNamespace(net=network)
+    own = denoiser(lambda x_t, t: held.net(x_t, t))
+    measure(own, data(), **QUIET)
+    with (
+        trueup.attach(network, make(SHAPE, network=network)),
+        pytest.raises(ModelError, match="a calibration is attached"),
+    ):
+        measure(own, data(), **QUIET)
+    assert measure(own, data(), **QUIET).images == 12
+
+
+def test_what_holds_on_to_a_network_from_afar_is_not_copied():
+    held = SimpleNamespace(net=Net())
+    with pytest.raises(ModelError, match="holds on to its network"):
+        copy.deepcopy(denoiser(lambda x_t, t: held.net(x_t, t)))
+
+
+def test_the_same_picture_counts_once_in_any_precision():
+    images = data(12)
+    both = [*images.double(), *images]
+    assert measure(denoiser(), both, **QUIET).images == 12
+
+
+def test_groups_that_changed_are_noticed_in_a_run(tmp_path):
+    first = [k // 2 for k in range(40)]
+    other = [99 if k in (1, 12) else k // 2 for k in range(40)]  # none of those that are read again
+    measure(denoiser(), Images(data(40), groups=first), run=tmp_path, **QUIET)
+    with pytest.raises(DataError, match="the groups are not what they were"):
+        measure(denoiser(), Images(data(40), groups=other), run=tmp_path, **QUIET)

@@ -53,11 +53,8 @@ def check(options: argparse.Namespace) -> None:
     for path in getattr(options, "files", ()):
         if not path.is_file():
             raise TrueupError(f"{path} is not a file that `trueup calibrate --shard` wrote")
-    data = getattr(options, "data", None)
-    if data is not None and is_shards(data):
-        shard_files(data)
-    elif data is not None and not bundled(data).exists():
-        raise DataError(f"{data} is not there: name a folder of images, tar shards, a .npy or an .npz file")
+    if getattr(options, "data", None) is not None:
+        _check_data(options.data)
     if hasattr(options, "model") and (code := typed.code(options.model)) is not None:
         if not code[0].is_file():
             raise ModelError(f"{code[0]} is not there: {options.model} names code to run")
@@ -95,6 +92,19 @@ def started_by_launcher(options: argparse.Namespace) -> bool:
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _check_data(data: str) -> None:
+    if is_shards(data):
+        shard_files(data)
+        return
+    path, what = bundled(data), "a folder of images, tar shards, a .npy or an .npz file"
+    if not path.exists():
+        raise DataError(f"{data} is not there: name {what}")
+    if path.is_file() and path.suffix not in (".npy", ".npz"):
+        raise DataError(f"{data} holds no images: name {what}")
+    if path.is_dir() and next(path.iterdir(), None) is None:
+        raise DataError(f"{data} is empty: name {what}")
 
 
 def _check_output(output: Path, force: bool) -> None:

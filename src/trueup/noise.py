@@ -24,10 +24,10 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def checked_seed(seed: Any) -> int:
-    """A seed that files can hold, or an error that says what seeds are."""
-    if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= int(seed) < 2**53:
-        raise TrueupError(f"a seed is a whole number, at least 0 and below 2**53, not {seed!r}")
+def checked_seed(seed: Any, bits: int = 53) -> int:
+    """A seed of so many bits, by default one that files can hold, or an error that says what seeds are."""
+    if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= int(seed) < 2**bits:
+        raise TrueupError(f"a seed is a whole number, at least 0 and below 2**{bits}, not {seed!r}")
     return int(seed)
 
 
@@ -37,12 +37,6 @@ def mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * _MIX[0]) & _MASK
     value = ((value ^ (value >> 27)) * _MIX[1]) & _MASK
     return value ^ (value >> 31)
-
-
-def check_seed(seed: object) -> None:
-    """Raise for what is no seed."""
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise TrueupError(f"seed is a whole number, not {seed!r}")
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -80,7 +74,8 @@ def normals(
     seed: int, samples: Tensor, levels: Tensor, shape: tuple[int, ...], device: torch.device
 ) -> Tensor:
     """The noise of several levels, (len(levels), len(samples), *shape), in as few steps as that of one."""
-    check_seed(seed)
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise TrueupError(f"a seed is a whole number, not {seed!r}")
     where = torch.device("cpu") if device.type == "mps" else device  # MPS has no 64-bit products
     samples, levels = samples.to(where, torch.int64), levels.to(where, torch.int64)
     count = math.prod(shape)

@@ -214,7 +214,7 @@ def parser() -> _Parser:
     demo = command("demo", "calibrate the bundled model and draw what it does", json=False)
     out = Path("trueup-demo")
     demo.add_argument("--out", type=Path, default=out, metavar="DIR", help="where everything goes")
-    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--seed", type=typed.seed, metavar="N", default=0)
     demo.add_argument("--device", choices=_DEVICES, default="auto")
     demo.add_argument("--quiet", **_FLAG, help="no progress")
     return top
@@ -258,7 +258,7 @@ def _add_model(parser: _Parser) -> None:
     add("--size", type=typed.size, metavar="HxW", help="of the pictures of a pipeline (default: its own)")
     add("--device", choices=_DEVICES, default="auto")
     add("--batch-size", **_COUNT, help="found, and halved when memory runs out")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=typed.seed, metavar="N", default=0)
     output = parser.add_argument_group("output")
     output.add_argument("--json", **_FLAG, help="JSON on standard output, all else on standard error")
     output.add_argument("--quiet", **_FLAG, help="no progress, and only what matters most")

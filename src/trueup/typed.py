@@ -112,6 +112,13 @@ def counts(text: str) -> list[int]:
     return [positive(part.strip()) for part in text.split(",")]
 
 
+def seed(text: str) -> int:
+    """A seed, as everything that draws noise takes it."""
+    if not re.fullmatch("[0-9]{1,16}", text) or int(text) >= 2**53:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, at least 0 and below 2**53")
+    return int(text)
+
+
 def positive(text: str) -> int:
     """A whole number of at least 1."""
     if not re.fullmatch("0*[1-9][0-9]*", text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -18,6 +19,13 @@ from trueup.denoiser import Binding, prediction
 from trueup.denoiser.adapters import Watch
 from trueup.denoiser.layout import SEEN, arranged, restored, spatial_of, spatial_of_ids
 from trueup.errors import AttachError, MismatchError
+
+
+class _Fired(threading.local):
+    count = 0
+
+
+FIRED = _Fired()  # how often corrections were at work in this thread; those of compiled code are not counted
 
 
 class CorrectOutput:
@@ -59,8 +67,10 @@ class CorrectOutput:
         """Correct what a forward call returned."""
         if self.empty or not self.enabled:
             return raw
-        if self.watch is not None and not torch.compiler.is_compiling():  # which would guard every layer
-            self.watch.look(module)
+        if not torch.compiler.is_compiling():
+            FIRED.count += 1
+            if self.watch is not None:  # compiled, it would guard every layer
+                self.watch.look(module)
         assert self.binding is not None
         output, x_t = self._samples(prediction(raw), args, kwargs)
         channels, layout = self.shape[0], self.binding.layout

@@ -53,8 +53,9 @@ def verdict(calibration: Any) -> str:
     if calibration.family == "none":
         return "the network is left as it is."
     if not calibration.confirmable:
-        few = e.images < FEWEST_IMAGES
-        more = f"cannot confirm a correction: use {FEWEST_IMAGES}" if few else "are in too few groups: use 20"
+        more = "are in too few groups: use 20 groups"
+        if e.images < FEWEST_IMAGES:
+            more = f"cannot confirm a correction: use {FEWEST_IMAGES}"
         return f"{_count(e.images, 'image')} {more} or more."
     if calibration.empty:
         return "calibrated within noise: nothing to do."

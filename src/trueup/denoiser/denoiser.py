@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from trueup.denoiser.binding import Binding, find_binding, place
 from trueup.denoiser.memory import in_parts, out_of_memory
-from trueup.denoiser.network import corrections, eagerly, prediction, unwrapped
+from trueup.denoiser.network import (
+    corrections,
+    eagerly,
+    holds_network,
+    prediction,
+    same_values,
+    unwrapped,
+)
 from trueup.denoiser.sharded import uninferred
 from trueup.denoiser.weights import fingerprint
 from trueup.errors import ModelError
@@ -25,6 +32,7 @@ from trueup.files import line
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess
 
+CORRECTED = "a calibration is attached to this model: remove it first"
 _FED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -98,6 +106,7 @@ class Denoiser:
         self._at_once: int | None = None  # rows that fitted into memory
         self._whole_times: bool | None = None  # None until somebody has tried
         self._answered = False  # whether a call went through
+        self._overwrites: bool | None = None  # its arguments, as some networks do; None until it was called
         self._binding: Binding | types.EllipsisType | None = binding or ...  # not yet looked for
         self.vocabulary = vocabulary
 
@@ -152,8 +161,7 @@ class Denoiser:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Denoiser:
         own_call = self._call is not self.network
-        cells = getattr(self.network, "__closure__", None) or ()
-        encloses = any(isinstance(cell.cell_contents, nn.Module) for cell in cells)  # copies would share it
+        encloses = isinstance(self.network, types.FunctionType) and holds_network(self.network)
         if (own_call and isinstance(self._call, (types.FunctionType, partial))) or encloses:
             raise ModelError(
                 "this Denoiser calls a function that holds on to its network, and so would a copy, which "
@@ -254,12 +262,17 @@ class Denoiser:
         return output
 
     def _tell(self, x_t: Tensor, times: Tensor, *y: Any) -> Any:
-        """Call with times as the network counts them."""
+        """Call with times as the network counts them; one that writes into its arguments gets copies."""
         scale, offset = self.process.told
         with uninferred(self.network) as left:
-            if left:
-                x_t, times = x_t.clone(), times.clone()  # the network may change them
-            return self._call(x_t, times if scale == 1.0 and not offset else scale * times + offset, *y)
+            told = times if scale == 1.0 and not offset else scale * times + offset
+            if not left and self._overwrites is False:
+                return self._call(x_t, told, *y)
+            given = x_t.clone(), told.clone()
+            raw = self._call(*given, *y)
+            if self._overwrites is None and not x_t.is_meta:
+                self._overwrites = not all(map(same_values, given, (x_t, told)))
+            return raw
 
     def embedding(self, y: Tensor) -> Tensor:
         """What conditions say, as the network is told it: of a vocabulary's numbers their embeddings."""
@@ -303,6 +316,8 @@ class Denoiser:
 
     def binding(self, y: Any = None) -> Binding | None:
         """Where the network's own call holds x_t and t; None if only this Denoiser can be corrected."""
+        if self._overwrites:  # what is left in its arguments after a call is something else
+            return None
         if isinstance(self._binding, types.EllipsisType):
             if not isinstance(self.network, nn.Module):
                 self._binding = None
@@ -344,7 +359,7 @@ class Denoiser:
     def check_bare(self) -> None:
         """Raise if a calibration is attached, where it would be taken for the network's own."""
         if self.corrected:
-            raise ModelError("a calibration is attached to this model: remove it first")
+            raise ModelError(CORRECTED)
 
     @contextmanager
     def bare(self) -> Iterator[None]:

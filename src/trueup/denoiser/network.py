@@ -40,6 +40,11 @@ def prediction(raw: Any) -> Tensor:
     )
 
 
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same values, what is no number included."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
 def corrections(network: Any) -> list[Any]:
     """The corrections at work on a network, whatever wraps or calls it, or on a part of it."""
     found = held(network)
@@ -58,6 +63,12 @@ def held(network: Any) -> list[Any]:
         found.update((id(one), one) for one in layer)
         layer = [part for one in layer for part in _parts(one)]
     return list(found.values())
+
+
+def holds_network(function: types.FunctionType) -> bool:
+    """Whether a function calls a network that a copy of the function would share."""
+    inside = (part for one in held(function) for part in (one, *getattr(one, "__dict__", {}).values()))
+    return any(isinstance(part, nn.Module) for part in inside)
 
 
 def _parts(one: Any) -> Iterable[Any]:

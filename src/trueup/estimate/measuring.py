@@ -19,8 +19,9 @@ from torch import Tensor
 from trueup import distributed
 from trueup.calibration.conditions import Projection, pooled
 from trueup.calibration.correction import LEVEL_SPACING
+from trueup.calibration.hook import FIRED
 from trueup.calibration.shares import Shares
-from trueup.denoiser import Denoiser, in_parts
+from trueup.denoiser import CORRECTED, Denoiser, in_parts
 from trueup.denoiser.sharded import is_spread
 from trueup.errors import Argument, DataError, ModelError
 from trueup.estimate.conditions import Conditions, keys, see
@@ -111,7 +112,7 @@ def measure(
         raise DataError("mean_images are those of all shares: leave them out")
     if own[1] > 1 and distributed.size() > 1:
         raise DataError("ranks that work together split the images themselves: leave out the share")
-    denoiser = as_denoiser(model)
+    seed, denoiser = checked_seed(seed), as_denoiser(model)
     denoiser.check_bare()
     if distributed.size() > 1 and is_spread(denoiser.network):
         problem = "ranks hold this network together, so that all of them must measure the same images"
@@ -127,7 +128,7 @@ def measure(
         "weights": denoiser.fingerprint(),
         "parametrization": denoiser.parametrization.settings(),
         "data_range": list(denoiser.data_range) if denoiser.data_range else None,
-        "seed": checked_seed(seed),
+        "seed": seed,
         "transform": samples.images.transform(),
         # Not data but samples, see `trueup.sampling.generate`.
         "generated": getattr(samples.images.source, "origin", None),
@@ -153,8 +154,13 @@ def measure(
         moments, known = found.moments, found.known
         moments.provenance["chosen"] = provenance["chosen"]  # of what is asked for now
         if moments.images:
-            labelled = denoiser.conditional and samples.indexed
-            _bind(denoiser, moments, samples.at(int(moments.indices[0])).y if labelled else None)
+            nowhere = moments.provenance.get("binding", ...) is None  # a call may tell why
+            looked = samples.indexed and (denoiser.conditional or nowhere)
+            first = samples.at(int(moments.indices[0])) if looked else None
+            if nowhere and first is not None:
+                check_responds(denoiser, first, seed)
+            if first is not None or not nowhere:
+                _bind(denoiser, moments, None if first is None else first.y)
         if per_embedding and moments.conditions is None:
             seen: tuple[Projection, int] = found.seen or _embeddings(samples, denoiser)
             cells = (moments.folds, moments.levels)
@@ -376,12 +382,14 @@ class _AllFinite:
 
 @torch.inference_mode()
 def check_responds(denoiser: Denoiser, batch: Batch, seed: int) -> None:
-    """Raise if the network answers the same whatever it is given."""
-    process = denoiser.process
+    """Raise if the network answers the same whatever it is given, or corrected."""
+    process, before = denoiser.process, FIRED.count
     outputs = []
     for t in process.snap(process.t_of_lam(torch.tensor([1.0, -1.0], dtype=torch.float64))):
         rows = batch.rows(slice(0, 2)).to(denoiser.device)
         eps = normal(seed, rows.index, level_key(float(t)), denoiser.shape, denoiser.device)
         outputs += list(denoiser.predict(process.noised(rows.x0, eps, t), t, rows.y))
+    if FIRED.count > before:  # wherever it is hidden in what is called
+        raise ModelError(CORRECTED)
     if all(torch.equal(output, outputs[0]) for output in outputs):
         raise ModelError("the network returns the same values whatever it is given: are its weights loaded?")

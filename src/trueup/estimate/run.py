@@ -172,7 +172,12 @@ class Run(Folder):
                     f"sample {index} of {samples.name} is not what it was when {self.path} was begun: "
                     "put the images, labels and groups back, or use a new run directory"
                 )
-        try:  # all of them, since they cost nothing
+        # Of the rest what costs nothing.
+        grouped = samples.grouped(own.tolist())
+        if grouped is not None and grouped.tolist() != groups:
+            changed = f"the groups are not what they were when {self.path} was begun"
+            raise DataError(f"{changed}: put them back, or use a new run directory")
+        try:
             if samples.vocabulary is not None and samples.labels is not None:
                 y = samples.vocabulary.numbers([samples.labels[k] for k in own.tolist()])
             else:

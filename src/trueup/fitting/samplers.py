@@ -19,7 +19,7 @@ from trueup.fitting.moments import seen, whitened
 from trueup.fitting.solve import BROUGHT, checked_numbers
 from trueup.fitting.teacher import INTERVALS, Teacher, deal
 from trueup.hf import as_denoiser
-from trueup.noise import check_seed, mix
+from trueup.noise import checked_seed, mix
 from trueup.progress import Progress
 from trueup.sampling.draw import as_solver, network_for
 from trueup.sampling.fitted import Fitted, follow, plan
@@ -138,7 +138,7 @@ def samplers(
     All start from the same noise; no data are needed. The fitted solvers of a calibration are among them, and
     with one the network is corrected throughout.
     """
-    check_seed(seed)
+    seed = checked_seed(seed)
     numbers = checked_numbers(nfe)
     if not isinstance(trajectories, int) or isinstance(trajectories, bool) or trajectories < FEWEST:
         raise TrueupError(f"samplers are compared on {FEWEST} trajectories or more, not {trajectories!r}")

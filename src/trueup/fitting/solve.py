@@ -24,7 +24,7 @@ from trueup.fitting.regress import fitted, restored
 from trueup.fitting.search import error_between, search, search_cost
 from trueup.fitting.teacher import INTERVALS, Teacher, deal
 from trueup.hf import as_denoiser
-from trueup.noise import check_seed, mix, normal
+from trueup.noise import checked_seed, mix, normal
 from trueup.progress import Progress
 from trueup.sampling.draw import STARTING_NOISE, check_labels, network_for
 from trueup.sampling.fitted import follow
@@ -70,7 +70,7 @@ def fit_solver(
     others. run: a directory to go on from after an interruption; what it kept is removed at the end, unless
     it is to `keep` that until the result is saved (`trueup.fitting.kept.clear`).
     """
-    check_seed(seed)
+    seed = checked_seed(seed)
     denoiser = as_denoiser(model)
     denoiser.check_bare()
     if calibration is None:

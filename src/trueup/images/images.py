@@ -61,6 +61,8 @@ class Images:
         for name, value, least in (*counted, ("offset", self.offset, 0)):
             if not isinstance(value, (int, np.integer)) or value is True or value is False or value < least:
                 raise DataError(f"{name} is a whole number of at least {least}, not {value!r}")
+            if value > 2**53:  # indices are added to it
+                raise DataError(f"{name} is at most 2**53, not {value}")
         if self.resize not in (None, "shorter", "exact"):
             raise DataError(f"resize is None, 'shorter' or 'exact', not {self.resize!r}")
         if self.crop not in (None, "center"):

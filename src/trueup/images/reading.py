@@ -68,7 +68,8 @@ class Reader:
                 pictures.refuse_other_depths(pixels, where)
             pixels = pictures.to_tensor(pictures.picture_to_array(pixels, shape[0], where), where)
         array = pictures.channels_first(pixels, shape, where)
-        digest = digest_of(array.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        values = array.float() if array.is_floating_point() else array  # the same in double precision
+        digest = digest_of(values.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         if tuple(array.shape) != shape:
             resize, crop = self.images.resize, self.images.crop
             if resize is None and crop is None and encode:  # photographs, which are of any size

@@ -305,14 +305,19 @@ class Samples(Choosing):
         if self._once is not None:
             self._gone.update(own)
         y = told([row.y for row in rows], self.vocabulary, self.conditional, self.name)
-        group = None
-        if self.images.groups is not None:
-            group = torch.tensor([digest_of(repr(self._group(index)).encode()) for index in own])
-        elif self.indexed and self._drawn is not None:  # dealt in the order drawn, folds are filled evenly
+        group = self.grouped(own)
+        if group is None and self.indexed and self._drawn is not None:
+            # Dealt in the order drawn, folds are filled evenly.
             group = self._rank[torch.tensor(own)]
         digests = torch.tensor([row.digest for row in rows])
         x0 = stacked(rows, self.autoencoder if self.encode else None, self.shape, self.pin)
         return Batch(torch.tensor(own) + self.images.offset, x0, y, digests, group)
+
+    def grouped(self, own: list[int]) -> Tensor | None:
+        """Keys of the groups that samples were put in; None where they were not."""
+        if self.images.groups is None:
+            return None
+        return torch.tensor([digest_of(repr(self._group(index)).encode()) for index in own])
 
     def _group(self, index: int) -> Any:
         """The key of a sample's group; numpy's and torch's numbers as Python's, so that equal ones agree."""

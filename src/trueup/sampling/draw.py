@@ -17,7 +17,7 @@ from trueup.calibration import Attachment, Calibration, as_calibration
 from trueup.denoiser import Denoiser
 from trueup.errors import Argument, ModelError, TrueupError
 from trueup.hf import as_denoiser
-from trueup.noise import check_seed, normal
+from trueup.noise import checked_seed, normal
 from trueup.progress import Progress
 from trueup.sampling.fitted import Fitted
 from trueup.sampling.network import Network
@@ -99,7 +99,7 @@ def sample_batches(
     for name, value, least in (("count", count, 1), ("start", start, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise TrueupError(f"{name} is a whole number of at least {least}, not {value!r}")
-    check_seed(seed)
+    seed = checked_seed(seed, 64)  # others hash theirs
     calibration = None if calibration is None else as_calibration(calibration)
     chosen = choose_solver(solver, denoiser, calibration, nfe, guidance)
     network = network_for(denoiser, labels, guidance)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trueup.hf import as_denoiser
-from trueup.noise import check_seed, mix
+from trueup.noise import checked_seed, mix
 from trueup.sampling.draw import as_solver, check_labels, pictures, sample_batches
 from trueup.sampling.store import Kept
 
@@ -49,7 +49,7 @@ def generate(
     them it cannot be corrected for; the calibration says that it was made so. They are never those that
     `sample` draws with the same seed. folder: keeps them, to go on from after an interruption.
     """
-    check_seed(seed)
+    seed = checked_seed(seed)
     denoiser = as_denoiser(model)
     denoiser.check_bare()
     chosen, classes = as_solver(solver, denoiser), check_labels(denoiser, labels)

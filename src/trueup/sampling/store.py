@@ -82,7 +82,7 @@ class Kept:
                 raise ValueError("it lists files that are none of ours")
             if made_with is not None and not isinstance(made_with, dict):
                 raise ValueError("its settings are none")
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise TrueupError(f"{path} cannot be read ({line(error, 80)}): name another folder") from None
         self._files = dict.fromkeys(names)
         return made_with
