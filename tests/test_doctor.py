@@ -350,4 +350,6 @@ def test_the_command_ends_in_a_diagnosis(model, images):
     assert said["diagnosis"]["findings"][0]["kind"] == "misuse"
     assert said["problem"].startswith(said["diagnosis"]["findings"][0]["sentence"])
     assert not said["diagnosis"]["healthy"]
-    assert "diagnosis" not in trueup_command(*base, "--quiet").stdout
+    verdict, brief = trueup_command(*base, "--quiet").stdout.splitlines()
+    assert verdict.startswith("verdict: it is used otherwise than it was trained")
+    assert brief.startswith("diagnosis: misuse: ")

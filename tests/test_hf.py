@@ -633,6 +633,7 @@ def drop_weight(path: Path) -> None:
         "index entry of the wrong type",
         "no config",
         "damaged config",
+        "config without an end",
         "config in no encoding",
         "unknown class",
         "a scheduler's class",

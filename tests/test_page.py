@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import shlex
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -22,6 +23,7 @@ from trueup.cli import main
 from trueup.errors import ArtifactError, DataError, MismatchError
 from trueup.page import page, render, write
 from trueup.page.levels import frequencies, kept_map
+from trueup.page.origin import commands
 from trueup.page.pictures import around_zero, standing_out, tiles
 from trueup.statistics import Number
 
@@ -181,6 +183,39 @@ def test_a_signed_file_with_a_hostile_name_is_a_page_that_shows_it(files):
     text = render(resign(files[0], change))
     assert HOSTILE[0] not in text
     assert HOSTILE[0] in said(text)
+
+
+@pytest.mark.parametrize("text", ["bundled:raw; touch pwned", "$(touch pwned)", "a b", "-x", "`touch pwned`"])
+def test_no_file_writes_the_commands_that_people_copy(tmp_path, text):
+    cal = make(solvers=True)
+    plain = [shlex.split(line) for line in commands(cal)]
+    cal.provenance |= {"name": text, "model": text, "chosen": text}
+    assert [shlex.split(line) for line in commands(cal)] == plain
+    assert not re.search(r"trueup \w+ [^<]*touch", render(cal))
+    for change in ({"seed": text}, {"seed": True}, {"seed": -5}, {"generated": {"nfe": text}}):
+        with pytest.raises(ArtifactError, match=r"seed|nfe"):
+            replace(cal, provenance=cal.provenance | change).save(tmp_path / "a.trueup.safetensors")
+    for found in (text, [1], True, -1):
+        solvers = tuple(replace(s, provenance={**s.provenance, "trajectories": found}) for s in cal.solvers)
+        with pytest.raises(ArtifactError, match="trajectories"):
+            replace(cal, solvers=solvers).save(tmp_path / "a.trueup.safetensors")
+
+
+def test_each_solver_that_was_measured_at_several_numbers_has_a_chart_of_its_own():
+    cal = whole()
+    found = comparison(cal)
+    found["rows"] += [{**row, "solver": "ddim"} for row in found["rows"][:2]]
+    text = render(cal, measured=[Plain(found)])
+    for solver in ("dpm-solver-3", "ddim"):
+        assert text.count(f"Fréchet distance against evaluations of {solver}, before and after</title>") == 1
+        assert f"{solver}: Fréchet distance (pixels)" in said(text)
+    assert "evaluations of fitted" not in text  # measured at one: a table says it
+
+
+def test_the_bundled_model_and_its_images_are_named_in_commands():
+    cal = whole()
+    cal.provenance["name"] = "bundled:raw"
+    assert "trueup calibrate bundled:raw --data bundled:images --images" in said(render(cal))
 
 
 def test_what_is_missing_is_said_with_the_command_that_makes_it():

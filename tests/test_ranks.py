@@ -452,7 +452,7 @@ def test_shards_merged_are_what_one_process_writes(model, images, one, tmp_path)
     some = trueup.load(tmp_path / "y")
     assert (some.shares.held, some.shares.of) == ((1, 3), 3)
     assert json.loads(trueup_command("inspect", tmp_path / "y", "--json").stdout)["shares"]["held"] == [1, 3]
-    assert ("images", "20 run through the network, 20 read; shares 1 and 3 of 3 alone") in provenance(some)
+    assert ("images", "20, all of 33 images; shares 1 and 3 of 3 alone") in provenance(some)
 
 
 def test_a_share_goes_on_from_its_run_directory(model, images, tmp_path):

@@ -218,7 +218,7 @@ def test_a_card_says_what_it_is_and_where_it_came_from():
         f"{gain.value:.2g} ± {gain.reach:.1g} bits/dim",
         cal.solvers[0].summary(),
         cal.provenance["weights"]["float32"],
-        "images: 40 run through the network",
+        "images: `40",
         "seed: `0`",
         trueup.__version__,
     ):
@@ -242,7 +242,7 @@ def test_nothing_that_a_file_says_is_marked_up(tmp_path, text):
     """A model's name and a solver's words, of an untrusted file, appear as text and change nothing else."""
     cal = with_solvers((8, 1.0), (5, 2.0))
     plain_tokens, plain_blocks = tokens_of(card(cal))
-    cal.provenance |= {"model": text, "seed": text, "weights": {text: "ab"}}
+    cal.provenance |= {"model": text, "chosen": text, "weights": {text: "ab"}}
     for solver in cal.solvers:
         solver.provenance |= {"base": text, "fitted": text}
     cal.save_pretrained(tmp_path / "first")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trueup.calibration import Calibration
 from trueup.denoiser import Denoiser
+from trueup.doctor import check
 from trueup.errors import TrueupError
 from trueup.estimate import fit, measure
 from trueup.files import BUNDLED, write
@@ -82,7 +83,7 @@ def run(out: Path, kept: Path, *, seed: int = 0, device: str = "cpu", progress: 
     picture = out / "samples.png"
     draw({name: x[:SHOWN] for name, x in drawn.items()}, picture)
     page = out / "report.html"
-    write_page(spectral, page)
+    write_page(spectral, page, measured=[check(raw, images, moments=moments, seed=seed)])
     print(f"wrote {file} (put it on the model with trueup.attach), {picture} (look at it)")
     print(f"and {page} (open it in a browser: all of this, and every noise level)")
 

@@ -290,6 +290,8 @@ def unpack(
     words = (provenance.get(key, "") for key in ("base", "fitted"))
     if len(evidence) > _MOST or not all(isinstance(text, str) for text in words):
         raise ArtifactError(f"what {name} says of itself makes no sense")
+    for key in {"trajectories", "seed"} & provenance.keys():
+        whole(provenance, key, 0, 2**53)
     made = FittedSolver(
         nfe,
         tensors[f"{name}.t"],

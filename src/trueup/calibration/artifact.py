@@ -336,6 +336,12 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
             raise ArtifactError("data_range makes no sense")
     if "size" in given:
         numbers(given["size"], "size", 1, 1e6, least=2, most=2)
+    if "seed" in given:
+        seed = given["seed"]  # as it was given, or as JSON has it
+        if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= int(seed) < 2**53:
+            raise ArtifactError(f"seed is {str(seed)[:20]!r}, expected a whole number below 2**53")
+    if given.get("generated", {}).get("nfe") is not None:
+        whole(given["generated"], "nfe", 1, 10**6)
     if "null_label" in given:
         whole(given, "null_label", -_LARGEST_LABEL, _LARGEST_LABEL)
     if "recorded" in given:

@@ -138,7 +138,7 @@ def _provenance(calibration: Any, base_model: str | None) -> list[str]:
         f"weights: {', '.join(weights) or 'none'}",
         f"samples: shape {code(calibration.shape)}, {code(calibration.parametrization.name)} prediction, "
         f"{code(process)} noise",
-        f"images: {made_from(calibration)}",
+        f"images: {code(made_from(calibration))}",
         f"seed: {code(origin.get('seed'))}" if origin.get("seed") is not None else "",
         f"fit: {fit}; drawn with: {code(calibration.gains)}",
         f"identity: {code(calibration.identity)}",

@@ -28,7 +28,11 @@ def made_from(calibration: Any) -> str:
         return "none: solvers alone"
     if recorded := _recorded(calibration):
         return recorded
-    seen = f"{calibration.evidence.images:,} run through the network, {calibration.data_images:,} read"
+    seen = f"{calibration.evidence.images:,}"
+    if isinstance(calibration.provenance.get("chosen"), str):
+        seen += f", {calibration.provenance['chosen']}"
+    if calibration.data_images > calibration.evidence.images:
+        seen += f"; {calibration.data_images:,} were read for the data's own mean and spread"
     if calibration.shares is not None:
         seen += f"; {calibration.shares} alone"
     if calibration.generated:

@@ -245,9 +245,15 @@ def _report(
     calibration: Calibration, options: argparse.Namespace, more: dict[str, Any], found: Checkup | None = None
 ) -> None:
     """The table, the chart, the verdict and the diagnosis there may be; or JSON."""
-    brief = f"verdict: {calibration.verdict()}"
-    text = brief if options.quiet else as_text(calibration, plain=plain_output())
-    if found is not None and not options.quiet:
+    if more.get("problem") is not None:  # what was measured is not what the network does where it is at home
+        text = "verdict: it is used otherwise than it was trained; nothing else that was measured is its own."
+    elif options.quiet:
+        text = f"verdict: {calibration.verdict()}"
+    else:
+        text = as_text(calibration, plain=plain_output())
+    if found is not None and options.quiet:
+        text += f"\ndiagnosis: {found.lines()[0]}"
+    elif found is not None:
         text += "\n\ndiagnosis (shares of the loss are averages over noise levels):\n" + "\n".join(
             f"  {line}" for line in found.lines()
         )

@@ -105,14 +105,14 @@ def _of_modes(seen: Modes) -> Iterator[Finding]:
         still = seen.evaluated.mixes
         found = (seen.evaluated if still else seen.given).neighbours
         said = f"what it says of an image changes by {percent(found)} with the others in the batch"
-        why = f"BatchNorm layers that look at the batch: {seen.batch_norms or 'none found, so a function'}"
+        why = f"BatchNorm layers that look at the batch: {seen.batch_norms or 'none, look for F.batch_norm'}"
         always = "let them use running statistics, or put what is inside into evaluation mode"
         yield finding("batch-norm", said, why, still, found, always)
     if seen.evaluated.random or seen.given.random:
         still = seen.evaluated.random
         found = (seen.evaluated if still else seen.given).again
         said = f"the same input twice gives outputs {percent(found)} apart"
-        why = f"dropout layers that are on: {seen.dropouts or 'none found, so a function'}"
+        why = f"dropout layers that are on: {seen.dropouts or 'none, look for F.dropout in its code'}"
         always = "turn them off, or put what is inside into evaluation mode"
         yield finding("dropout", said, why, still, found, always)
 
@@ -195,14 +195,14 @@ def _symptom(kind: str, part: Part, parts: Parts) -> Finding:
     names = ("",) * len(ends.mean) if colours is None else colours
     by = [f"{name}{n.value:+.2g} ± {n.reach:.1g}" for name, n in zip(names, ends.mean, strict=True)]
     what = "brightness" if colours is None else "colour"
-    wider = f"its spread by x{spread.value:.2g} ± {spread.reach:.1g}"
+    wider = f"and its spread is multiplied by {spread.value:.2g} ± {spread.reach:.1g}"
     if all(abs(n.value) < n.reach for n in ends.mean):  # within noise
-        text = f"the spread of samples' {what} is off by x{spread.value:.2g} ± {spread.reach:.1g}"
+        text = f"the spread of samples' {what} is multiplied by {spread.value:.2g} ± {spread.reach:.1g}"
     else:
         whole = parts.moments.provenance.get("data_range")
         units = f", of a range of {whole[1] - whole[0]:g}" if whole else ""
         text = f"{what} of samples drifts by {', '.join(by)}{units}"
-        text += f", {wider}" if abs(spread.value - 1) > spread.reach else ""
+        text += f" {wider}" if abs(spread.value - 1) > spread.reach else ""
     surer = abs(mean.value) / max(mean.error, 1e-300) >= abs(math.log(spread.value)) / max(
         spread.error, 1e-300
     )

@@ -5,17 +5,17 @@ from __future__ import annotations
 from trueup.calibration import Calibration
 from trueup.page.markup import Html, command, section
 from trueup.page.measured import Measured
-from trueup.page.origin import FILE, IMAGES, model_name
+from trueup.page.origin import FILE, in_commands
 
 
 def completing(calibration: Calibration, measured: Measured) -> Html | None:
     """The commands that make what this page lacks, and the page again; nothing, if it has everything."""
-    model, corrected = model_name(calibration, "MODEL"), f"--calibration {FILE}"
+    (model, images), corrected = in_commands(calibration), f"--calibration {FILE}"
     ways = [
-        (measured.diagnoses, f"trueup check {model} --data {IMAGES} -o check.json"),
+        (measured.diagnoses, f"trueup check {model} --data {images} -o check.json"),
         (measured.samplers, f"trueup samplers {model} {corrected} -o samplers.json"),
-        (measured.comparisons, f"trueup evaluate {model} {corrected} --data {IMAGES} -o evaluate.json"),
-        (measured.likelihoods, f"trueup likelihood {model} {corrected} --data {IMAGES} -o likelihood.json"),
+        (measured.comparisons, f"trueup evaluate {model} {corrected} --data {images} -o evaluate.json"),
+        (measured.likelihoods, f"trueup likelihood {model} {corrected} --data {images} -o likelihood.json"),
     ]
     lacking = [how for found, how in ways if not found]
     if not lacking:

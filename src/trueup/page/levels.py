@@ -125,7 +125,11 @@ def figure_two(calibration: Calibration) -> Html:
                             Line("input x/σ", at, gains[1][row].tolist(), "plain"),
                         ],
                         Axis("frequency, cycles a pixel"),
-                        Axis("factor of each", least=min(0.0, ends[0]), most=max(1.0, ends[1])),
+                        Axis(
+                            "what each is multiplied by",
+                            least=min(0.0, ends[0]),
+                            most=max(1.0, ends[1]),
+                        ),
                         level=1.0,
                     ),
                     class_="charts two",

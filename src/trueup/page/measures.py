@@ -20,7 +20,7 @@ from trueup.page.markup import (
     table,
     tag,
 )
-from trueup.page.measured import Comparison, Likelihood, Measured, Samplers
+from trueup.page.measured import Change, Compared, Comparison, Likelihood, Measured, Samplers
 from trueup.statistics import Number, told
 
 _TABLE = "All numbers of this chart"
@@ -33,7 +33,7 @@ def quality(calibration: Calibration, measured: Measured) -> Html:
     if calibration.solvers:
         parts.append(_of_solvers(calibration))
     if not measured.samplers:
-        parts.append(missing("Other samplers were not compared.", more=True))
+        parts.append(missing("How near other samplers come to the limit was not measured.", more=True))
     lead = "How near few evaluations of the network come, sampler by sampler."
     return section("quality", "Quality against evaluations", lead, *parts)
 
@@ -88,43 +88,39 @@ def _of_samplers(found: Samplers) -> Html:
 
 
 def _of_comparison(found: Comparison) -> Html | None:
-    """Fréchet distance against evaluations, where there are several."""
-    sides: dict[str, list[tuple[int, Number]]] = {}
+    """Fréchet distance against evaluations, a chart for each solver that was measured at several."""
+    solvers: dict[str, dict[int, tuple[Compared, Change]]] = {}
     for row in found.rows:
-        change = row.changes.get("frechet")
-        if change is None or row.nfe is None:
+        if row.nfe is not None and "frechet" in row.changes:
+            solvers.setdefault(row.solver, {})[row.nfe] = row, row.changes["frechet"]
+    charts = []
+    for solver, rows in sorted(solvers.items()):
+        if len(rows) < 2:  # a table says it
             continue
-        before = sides.setdefault(f"{row.uncalibrated or row.solver}, before", [])
-        if row.nfe not in dict(before):  # of a fitted solver and of the one beside it they are the same
-            before.append((row.nfe, change.before))
-        sides.setdefault(f"{row.solver}, after", []).append((row.nfe, change.after))
-    if max(map(len, sides.values()), default=0) < 2:  # a table says it
-        return None
-    lines = []
-    for name, points in sides.items():
-        points.sort(key=lambda point: point[0])
-        kind = "plain" if name.endswith("before") else "accent"
-        values = [number for _, number in points]
-        ends = ([v.low for v in values], [v.high for v in values])
-        lines.append(
-            Line(
-                name,
-                [k for k, _ in points],
-                [v.value for v in values],
-                kind,
-                *ends,
-                name.startswith("fitted"),
-            )
+        numbers, others = sorted(rows), {row.uncalibrated for row, _ in rows.values()} - {None}
+        beside = f", by {' or '.join(sorted(map(str, others)))}" if others else ""
+        lines = [
+            _distances(f"before{beside}", "plain", {k: rows[k][1].before for k in numbers}),
+            _distances("after", "accent", {k: rows[k][1].after for k in numbers}),
+        ]
+        drawn = chart(
+            f"Fréchet distance against evaluations of {solver}, before and after",
+            lines,
+            Axis("evaluations of the network", log=True, ticks=numbers),
+            Axis(f"{solver}: Fréchet distance ({found.features})", least=0.0),
         )
-    numbers = sorted({k for points in sides.values() for k, _ in points})
-    drawn = chart(
-        "Fréchet distance against evaluations, before and after",
-        lines,
-        Axis("evaluations of the network", log=len(numbers) > 1, ticks=numbers),
-        Axis(f"Fréchet distance ({found.features})", least=0.0),
-    )
+        charts.append(drawn)
+    if not charts:
+        return None
     words = f"{found.samples:,} samples against {found.images:,} images; features: {found.features}."
-    return joined(tag("div", drawn, class_="charts one"), tag("p", words))
+    return joined(tag("div", charts, class_="charts two"), tag("p", words))
+
+
+def _distances(name: str, kind: str, found: dict[int, Number]) -> Line:
+    """A curve with its band."""
+    values = list(found.values())
+    ends = [v.low for v in values], [v.high for v in values]
+    return Line(name, list(found), [v.value for v in values], kind, *ends)
 
 
 def _of_solvers(calibration: Calibration) -> Html:
@@ -135,9 +131,11 @@ def _of_solvers(calibration: Calibration) -> Html:
         if math.isnan(after):
             return "–"
         first = "" if math.isnan(before) or before == after else f"{max(0.0, before):.3g} → "
+        reach = 1.96 * solver.evidence.get(f"{name}_se", math.nan)
+        sure = "" if math.isnan(reach) else f" ± {reach:.1g}"
         limit = solver.evidence.get(f"limit_{name}", math.nan)
         last = "" if math.isnan(limit) else f" (the limit's: {max(0.0, limit):.3g})"
-        return f"{first}{max(0.0, after):.3g}{last}"
+        return f"{first}{max(0.0, after):.3g}{sure}{last}"
 
     rows = [
         [
@@ -156,7 +154,7 @@ def _of_solvers(calibration: Calibration) -> Html:
         "distance to the limit",
         "miss of the data's bands",
     ]
-    caption = "Solvers in this file: the rule as it was → fitted, on trajectories that nothing was fitted to"
+    caption = "Solvers in this file: the rule as it was → fitted, ± 95%, on trajectories not fitted to"
     words = (
         "Steps are fitted to the model's own limit where that is near the data, and are then judged by their "
         "distance to it; elsewhere states are brought to the data's moments, and are judged by those."

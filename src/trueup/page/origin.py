@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from trueup.calibration import Calibration
@@ -9,50 +10,58 @@ from trueup.calibration.words import made_from
 from trueup.files import is_hub_name
 
 FILE, IMAGES = "FILE.trueup.safetensors", "IMAGES"
+_COMES_WITH_IT = ("bundled:raw", "bundled:ema")
 
 
-def model_name(calibration: Calibration, otherwise: str | None = None) -> str:
-    """What people call it: its name on the Hub, or its directory's, or its class.
-
-    In a command only the first will do, and what comes with trueup; `otherwise` is what else to write there.
-    """
+def model_name(calibration: Calibration) -> str:
+    """What people call it: its name on the Hub, or its directory's, or its class."""
     origin = calibration.provenance
-    if is_hub_name(origin.get("base_model")):
-        return str(origin["base_model"])
-    if str(origin.get("name")).startswith("bundled:"):
-        return str(origin["name"])
-    return otherwise or str(origin.get("name") or origin.get("model") or "a network")
+    named = origin.get("base_model") if is_hub_name(origin.get("base_model")) else origin.get("name")
+    return str(named or origin.get("model") or "a network")
+
+
+def in_commands(calibration: Calibration) -> tuple[str, str]:
+    """The model and its images as a command has them, where anybody could type that, or what to put there."""
+    name = model_name(calibration)
+    if name in _COMES_WITH_IT:
+        return name, "bundled:images"
+    return (name if is_hub_name(name) else "MODEL"), IMAGES
 
 
 def commands(calibration: Calibration) -> list[str]:
     """What makes it again."""
     made, origin = calibration.evidence, calibration.provenance
-    words = ["trueup calibrate", model_name(calibration, "MODEL")]
-    seed = origin.get("seed")
+    model, images = in_commands(calibration)
+    words: list[Any] = ["trueup", "calibrate", model]
     if calibration.generated:
-        words.append(f"--generated {calibration.data_images}")
-        if isinstance(nfe := calibration.generated.get("nfe"), int):
-            words.append(f"--generate-nfe {nfe}")
+        words += ["--generated", calibration.data_images]
+        if nfe := calibration.generated.get("nfe"):
+            words += ["--generate-nfe", nfe]
     elif calibration.measured:
-        words.append(f"--data {IMAGES} --images {made.images}")
+        words += ["--data", images, "--images", made.images]
     if calibration.measured and (calibration.family, calibration.estimator) != ("spectral", "shrunk"):
-        words.append(f"--family {calibration.family} --estimator {calibration.estimator}")
+        words += ["--family", calibration.family, "--estimator", calibration.estimator]
     words += ["--per-class"] if calibration.classes else []
     words += ["--per-embedding"] if origin.get("per_embedding") else []
-    words += [f"--seed {seed}"] if isinstance(seed, int) and seed else []
+    words += ["--seed", origin["seed"]] if origin.get("seed") else []
     plain = [solver for solver in calibration.solvers if solver.guidance == 1.0]
     if plain:
-        words.append(f"--nfe {','.join(str(solver.nfe) for solver in plain)}")
+        words += ["--nfe", ",".join(str(solver.nfe) for solver in plain)]
         many = {solver.provenance.get("trajectories") for solver in plain} - {None, 128}
-        words += [f"--trajectories {next(iter(many))}"] if len(many) == 1 else []
-    found = [" ".join([*words, f"-o {FILE}"])]
+        words += ["--trajectories", *many] if len(many) == 1 else []
+    found = [_typed([*words, "-o", FILE])]
     after = [solver for solver in calibration.solvers if solver.guidance != 1.0]
     if origin.get("recorded"):  # in somebody's training loop
         found, after = [f'recorder.calibration(network).save("{FILE}")'], list(calibration.solvers)
     for solver in after:
-        how = f"--calibration {FILE} --nfe {solver.nfe} --guidance {solver.guidance:g} --force -o {FILE}"
-        found.append(f"trueup calibrate {model_name(calibration, 'MODEL')} {how}")
+        how = ["--calibration", FILE, "--nfe", solver.nfe, "--guidance", f"{solver.guidance:g}"]
+        found.append(_typed(["trueup", "calibrate", model, *how, "--force", "-o", FILE]))
     return found
+
+
+def _typed(words: list[Any]) -> str:
+    """A command that a shell takes as these words, whatever a file put into them."""
+    return shlex.join(map(str, words))
 
 
 def provenance(calibration: Calibration) -> list[tuple[str, str]]:

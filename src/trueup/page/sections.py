@@ -146,7 +146,7 @@ def origin(calibration: Calibration) -> Html:
         command(*commands(calibration)),
     ]
     inner = tag("pre", id="json-text", tabindex="0")
-    numbers = tag("div", details("All numbers as JSON", inner), class_="only-live", id="json")
+    numbers = tag("div", details("Numbers as JSON", inner), class_="only-live", id="json")
     return section("origin", "Data and provenance", None, tag("dl", rows, class_="facts"), again, numbers)
 
 
