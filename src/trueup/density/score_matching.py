@@ -17,7 +17,7 @@ from trueup.calibration.correction import Correction, interpolation_weights
 from trueup.denoiser import Denoiser
 from trueup.density.opening import SIDES, Sides
 from trueup.errors import ModelError, TrueupError
-from trueup.estimate.measuring import check_levels
+from trueup.estimate.levels import check_levels
 from trueup.images import Batch
 from trueup.noise import level_keys, normal
 from trueup.process import NoiseProcess

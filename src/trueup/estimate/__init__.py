@@ -2,7 +2,8 @@
 
 from trueup.estimate.classes import fit
 from trueup.estimate.families import FAMILIES, Family, register
-from trueup.estimate.measuring import classes_of, default_levels, measure
+from trueup.estimate.levels import default_levels
+from trueup.estimate.measuring import classes_of, measure
 from trueup.estimate.moments import Moments
 from trueup.estimate.shares import merge
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from trueup import distributed
 from trueup.calibration.conditions import Projection, pooled
-from trueup.calibration.correction import LEVEL_SPACING
 from trueup.calibration.hook import FIRED
 from trueup.calibration.shares import Shares
 from trueup.denoiser import CORRECTED, Denoiser, in_parts
@@ -26,6 +25,7 @@ from trueup.denoiser.sharded import is_spread
 from trueup.errors import Argument, DataError, ModelError
 from trueup.estimate.conditions import Conditions, keys, see
 from trueup.estimate.diagnose import check_use, refuse_nonsense
+from trueup.estimate.levels import check_levels
 from trueup.estimate.moments import Moments
 from trueup.estimate.run import SHARDS, Resumed, Run, settings_of
 from trueup.estimate.shares import checked_share, dealing, in_order, in_share, of_all_ranks, told_of
@@ -33,7 +33,6 @@ from trueup.hf import as_denoiser
 from trueup.hf.hub import names_of
 from trueup.images import Batch, Ranks, Samples, as_images, open_images, sent
 from trueup.noise import checked_seed, level_key, level_keys, normal, normals
-from trueup.process import NoiseProcess
 from trueup.progress import Progress
 from trueup.stored import digest_of
 
@@ -46,36 +45,6 @@ NEEDS_LABELS = (
 _AT_ONCE = 2**21  # values of x_t at levels whose bookkeeping is done together; at least one level's
 _CHEAP = 0.02  # seconds: a checkpoint that takes no longer is written after every batch
 _SAVING = 100.0  # others when so many times as long was spent measuring
-
-
-def default_levels(process: NoiseProcess) -> Tensor:
-    """Times evenly spaced in lam, about LEVEL_SPACING apart, over the whole process.
-
-    >>> from trueup.process import DiscreteVP
-    >>> levels = default_levels(DiscreteVP.linear())
-    >>> len(levels), levels[0].item(), levels[-1].item()
-    (25, 0.0, 999.0)
-    """
-    top, bottom = float(process.lam(process.t_min)), float(process.lam(process.t_max))
-    count = round((top - bottom) / LEVEL_SPACING) + 1
-    lam = torch.linspace(top, bottom, max(count, 2), dtype=torch.float64)
-    return torch.unique(process.snap(process.t_of_lam(lam)))
-
-
-def check_levels(process: NoiseProcess, levels: Sequence[float] | Tensor | None) -> Tensor:
-    """Times that were asked for, rising and as the network knows them; None: the default ones."""
-    if levels is None:
-        return default_levels(process)
-    try:
-        given = levels if isinstance(levels, Tensor) else list(levels)
-        asked = torch.as_tensor(given, dtype=torch.float64).flatten()
-    except (TypeError, ValueError, RuntimeError):
-        raise ModelError(f"levels are times, for instance [0, 500, 999], not {levels!r}") from None
-    if not len(asked):
-        raise ModelError("needs at least one noise level")
-    if not torch.isfinite(asked).all() or (asked < process.t_min).any() or (asked > process.t_max).any():
-        raise ModelError(f"levels are times between {process.t_min:g} and {process.t_max:g}")
-    return torch.unique(process.snap(asked))
 
 
 def measure(

@@ -18,7 +18,7 @@ from trueup.denoiser import Binding, Denoiser, prediction, unwrapped
 from trueup.denoiser.binding import Place
 from trueup.errors import MismatchError, ModelError, TrueupError
 from trueup.estimate import Moments, fit
-from trueup.estimate.measuring import check_levels
+from trueup.estimate.levels import check_levels
 from trueup.estimate.moments import fold_of
 from trueup.estimate.solve import FEWEST_FOLDS
 from trueup.estimate.stored import SUMS
