@@ -202,7 +202,7 @@ def _symptom(kind: str, part: Part, parts: Parts) -> Finding:
         whole = parts.moments.provenance.get("data_range")
         units = f", of a range of {whole[1] - whole[0]:g}" if whole else ""
         text = f"{what} of samples drifts by {', '.join(by)}{units}"
-        text += f" {wider}" if abs(spread.value - 1) > spread.reach else ""
+        text += f", {wider}" if abs(spread.value - 1) > spread.reach else ""
     surer = abs(mean.value) / max(mean.error, 1e-300) >= abs(math.log(spread.value)) / max(
         spread.error, 1e-300
     )
