@@ -214,6 +214,8 @@ def calibrate(model, tmp_path):
 def test_folders_that_are_missing_or_empty(calibrate, tmp_path):
     (tmp_path / "empty").mkdir()
     refused(calibrate(data=tmp_path / "nowhere"), "nowhere", "is not there")
+    refused(calibrate(data=tmp_path / "empty"), "is empty: name a folder of images")
+    (tmp_path / "empty" / "notes.md").write_text("none")
     refused(calibrate(data=tmp_path / "empty"), "holds no image")
     assert not (tmp_path / "x").exists()
 
@@ -338,7 +340,7 @@ def test_places_that_cannot_be_written(model, images, tmp_path):
         (["--images", "many"], "'many' is not a whole number"),
         (["--images", "1.5"], "whole number"),
         (["--batch-size", "-3"], "at least 1"),
-        (["--seed", "x"], "invalid int value"),
+        (["--seed", "x"], "'x' is not a whole number, at least 0"),
         (["--device", "abacus"], "invalid choice"),
         (["--data-range", "1,0"], "LOW must be below HIGH"),
         (["--data-range", "low"], "is not LOW,HIGH"),

@@ -351,5 +351,5 @@ def test_the_command_ends_in_a_diagnosis(model, images):
     assert said["problem"].startswith(said["diagnosis"]["findings"][0]["sentence"])
     assert not said["diagnosis"]["healthy"]
     verdict, brief = trueup_command(*base, "--quiet").stdout.splitlines()
-    assert verdict.startswith("verdict: it is used otherwise than it was trained")
+    assert verdict.startswith("verdict: the model is not used as it was trained")
     assert brief.startswith("diagnosis: misuse: ")

@@ -484,7 +484,7 @@ def test_samples_are_those_of_the_fitted_solver_by_default(fits, tmp_path):
         ({"trajectories": "64"}, "32 trajectories or more, not '64'"),
         ({"labels": [1]}, "takes no labels"),
         ({"guidance": 2.0}, "is unconditional, and takes no labels, prompts or guidance"),
-        ({"seed": 1.5}, "a seed is a whole number, at least 0 and below 2**53, not 1.5"),
+        ({"seed": 1.5}, r"a seed is a whole number, at least 0 and below 2\*\*53, not .1.5."),
         ({"calibration": 7}, "expected a Calibration or its file, not int"),
     ],
 )

@@ -310,15 +310,57 @@ def test_a_network_that_writes_into_its_arguments_is_corrected_as_any_other(how)
         for t in LEVELS:
             torch.testing.assert_close(own(x_t, t), plain(x_t, t))
     assert torch.equal(x_t, data(4))
-    with pytest.raises(TrueupError, match=r"writes into them.*attach to that Denoiser"):
+    with pytest.raises(TrueupError, match=r"writes into its arguments.*attach to that Denoiser"):
         trueup.attach(network, found)
 
 
-def test_a_run_of_a_network_that_writes_into_its_arguments_goes_on(tmp_path):
-    measure(denoiser(Overwrites()), data(8), run=tmp_path, **QUIET)
-    more = measure(denoiser(Overwrites()), data(12), run=tmp_path, **QUIET)
+@pytest.mark.parametrize("source", [torch.clone, iter], ids=["data", "stream"])
+def test_a_run_of_a_network_that_writes_into_its_arguments_goes_on(tmp_path, source):
+    measure(denoiser(Overwrites()), source(data(8)), run=tmp_path, **QUIET)
+    more = measure(denoiser(Overwrites()), source(data(12)), run=tmp_path, **QUIET)
     assert more.images == 12
     assert more.provenance["binding"] is None
+
+
+def test_a_solver_is_for_the_denoiser_it_was_fitted_to_whatever_was_called_before():
+    own = denoiser(Overwrites())
+    found = trueup.fit_solver(own, nfe=4, trajectories=32, progress=False)
+    assert trueup.sample(own, 2, nfe=4, calibration=found, progress=False).isfinite().all()
+
+
+class Clips(Net):
+    """A network that clips its input in place, which shows far out alone."""
+
+    def forward(self, x_t, t):
+        output = super().forward(x_t, t)
+        x_t.clamp_(-6, 6)
+        return output
+
+
+def test_what_a_network_does_far_out_counts():
+    assert denoiser(Net()).binding() is not None
+    assert denoiser(Clips()).binding() is None
+
+
+def test_a_call_may_be_the_first_one_inside_of_vmap():
+    own, x_t = denoiser(), data(4)
+    mapped = torch.func.vmap(lambda x: own.predict(x[None], 0.2)[0])(x_t)
+    torch.testing.assert_close(mapped, own.predict(x_t, 0.2))
+
+
+def test_a_network_is_not_trained_by_being_looked_at():
+    class Normed(Overwrites):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm2d(1)
+
+        def forward(self, x_t, t):
+            return super().forward(self.norm(x_t).clone(), t)
+
+    network = Normed().train()
+    denoiser(network).binding()
+    assert network.training
+    assert network.norm.num_batches_tracked == 0
 
 
 def test_a_corrected_network_is_not_measured_wherever_it_is_hidden():

@@ -101,9 +101,9 @@ def _check_data(data: str) -> None:
     path, what = bundled(data), "a folder of images, tar shards, a .npy or an .npz file"
     if not path.exists():
         raise DataError(f"{data} is not there: name {what}")
-    if path.is_file() and path.suffix not in (".npy", ".npz"):
+    if not path.is_dir() and path.suffix not in (".npy", ".npz"):
         raise DataError(f"{data} holds no images: name {what}")
-    if path.is_dir() and next(path.iterdir(), None) is None:
+    if path.is_dir() and os.access(path, os.R_OK) and next(path.iterdir(), None) is None:
         raise DataError(f"{data} is empty: name {what}")
 
 

@@ -7,6 +7,7 @@ A counter-based generator: entry j of the noise of one sample at one level is a 
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -24,11 +25,23 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def checked_seed(seed: Any, bits: int = 53) -> int:
-    """A seed of so many bits, by default one that files can hold, or an error that says what seeds are."""
-    if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= int(seed) < 2**bits:
-        raise TrueupError(f"a seed is a whole number, at least 0 and below 2**{bits}, not {seed!r}")
-    return int(seed)
+def checked_seed(seed: Any) -> int:
+    """A seed that files can hold, or an error that says what seeds are."""
+    number = _whole(seed)
+    if not 0 <= number < 2**53:
+        raise TrueupError(f"a seed is a whole number, at least 0 and below 2**53, not {seed!r}")
+    return number
+
+
+def _whole(seed: Any) -> int:
+    try:
+        if isinstance(seed, (bool, Tensor)):
+            raise TypeError
+        return operator.index(seed)
+    except TypeError:
+        raise TrueupError(
+            f"a seed is a whole number, at least 0 and below 2**53, not {str(seed)[:60]!r}"
+        ) from None
 
 
 def mix(value: int) -> int:
@@ -74,8 +87,7 @@ def normals(
     seed: int, samples: Tensor, levels: Tensor, shape: tuple[int, ...], device: torch.device
 ) -> Tensor:
     """The noise of several levels, (len(levels), len(samples), *shape), in as few steps as that of one."""
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise TrueupError(f"a seed is a whole number, not {seed!r}")
+    seed = _whole(seed)  # or what somebody hashed
     where = torch.device("cpu") if device.type == "mps" else device  # MPS has no 64-bit products
     samples, levels = samples.to(where, torch.int64), levels.to(where, torch.int64)
     count = math.prod(shape)

@@ -43,7 +43,7 @@ OR_A_CLASS = "or the class of a diffusers scheduler"
 
 # What others call it.
 _ALSO = {"epsilon": "noise", "eps": "noise", "sample": "data", "x0": "data", "v_prediction": "velocity"}
-_ALSO["--sampler"] = "--solver"
+_ALSO |= {"--sampler": "--solver"}
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

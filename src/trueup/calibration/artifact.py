@@ -20,8 +20,9 @@ from trueup.calibration.evidence import Evidence, SampleEvidence
 from trueup.calibration.shares import Shares
 from trueup.denoiser import Binding
 from trueup.denoiser.layout import LAYOUTS
-from trueup.errors import ArtifactError
+from trueup.errors import ArtifactError, TrueupError
 from trueup.files import is_bare_name, is_hub_name
+from trueup.noise import checked_seed
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess, from_settings
 from trueup.statistics import Number
@@ -326,6 +327,8 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
             raise ArtifactError(f"the fingerprint {name[:40]} of its weights makes no sense")
     if not isinstance(given.get("model", ""), str):
         raise ArtifactError("the model's name makes no sense")
+    if not isinstance(given.get("chosen", ""), str):
+        raise ArtifactError("which images were chosen makes no sense")
     if "base_model" in given and not is_hub_name(given["base_model"]):
         raise ArtifactError("the model's name on the Hub makes no sense")
     if "name" in given and not is_bare_name(given["name"]):
@@ -337,9 +340,10 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
     if "size" in given:
         numbers(given["size"], "size", 1, 1e6, least=2, most=2)
     if "seed" in given:
-        seed = given["seed"]  # as it was given, or as JSON has it
-        if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= int(seed) < 2**53:
-            raise ArtifactError(f"seed is {str(seed)[:20]!r}, expected a whole number below 2**53")
+        try:
+            checked_seed(given["seed"])
+        except TrueupError as error:
+            raise ArtifactError(str(error)) from None
     if given.get("generated", {}).get("nfe") is not None:
         whole(given["generated"], "nfe", 1, 10**6)
     if "null_label" in given:

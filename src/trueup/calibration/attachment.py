@@ -200,7 +200,7 @@ def _binding(calibration: Calibration, target: Any, denoiser: Denoiser | None, f
     if denoiser is None:
         raise MismatchError(
             "this network was calibrated through a Denoiser whose `call` does more than pass its arguments "
-            "on, or it writes into them, so that its own call does not show them: attach to that Denoiser"
+            "on, or it writes into its arguments: its own call does not show them, attach to that Denoiser"
         )
     return None
 

@@ -245,8 +245,8 @@ def _report(
     calibration: Calibration, options: argparse.Namespace, more: dict[str, Any], found: Checkup | None = None
 ) -> None:
     """The table, the chart, the verdict and the diagnosis there may be; or JSON."""
-    if more.get("problem") is not None:  # what was measured is not what the network does where it is at home
-        text = "verdict: it is used otherwise than it was trained; nothing else that was measured is its own."
+    if more.get("problem") is not None:
+        text = "verdict: the model is not used as it was trained, so that its other numbers say nothing."
     elif options.quiet:
         text = f"verdict: {calibration.verdict()}"
     else:

@@ -106,7 +106,6 @@ class Denoiser:
         self._at_once: int | None = None  # rows that fitted into memory
         self._whole_times: bool | None = None  # None until somebody has tried
         self._answered = False  # whether a call went through
-        self._overwrites: bool | None = None  # its arguments, as some networks do; None until it was called
         self._binding: Binding | types.EllipsisType | None = binding or ...  # not yet looked for
         self.vocabulary = vocabulary
 
@@ -262,17 +261,14 @@ class Denoiser:
         return output
 
     def _tell(self, x_t: Tensor, times: Tensor, *y: Any) -> Any:
-        """Call with times as the network counts them; one that writes into its arguments gets copies."""
+        """Call with times as the network counts them, and with copies, since it may write into them."""
+        with uninferred(self.network):
+            return self._call(*self._copies(x_t, times, *y))
+
+    def _copies(self, x_t: Tensor, times: Tensor, *y: Any) -> list[Any]:
         scale, offset = self.process.told
-        with uninferred(self.network) as left:
-            told = times if scale == 1.0 and not offset else scale * times + offset
-            if not left and self._overwrites is False:
-                return self._call(x_t, told, *y)
-            given = x_t.clone(), told.clone()
-            raw = self._call(*given, *y)
-            if self._overwrites is None and not x_t.is_meta:
-                self._overwrites = not all(map(same_values, given, (x_t, told)))
-            return raw
+        told = times if scale == 1.0 and not offset else scale * times + offset
+        return [one.clone() if isinstance(one, Tensor) else one for one in (x_t, told, *y)]
 
     def embedding(self, y: Tensor) -> Tensor:
         """What conditions say, as the network is told it: of a vocabulary's numbers their embeddings."""
@@ -316,14 +312,15 @@ class Denoiser:
 
     def binding(self, y: Any = None) -> Binding | None:
         """Where the network's own call holds x_t and t; None if only this Denoiser can be corrected."""
-        if self._overwrites:  # what is left in its arguments after a call is something else
-            return None
         if isinstance(self._binding, types.EllipsisType):
             if not isinstance(self.network, nn.Module):
                 self._binding = None
             elif self._call is self.network:
                 x, t, label = (place(self.network, i) for i in range(3))
-                self._binding = Binding(x, t, label if self.conditional else None, *self.process.told)
+                plain = Binding(x, t, label if self.conditional else None, *self.process.told)
+                if self.conditional and y is None:
+                    return plain  # as far as anybody can tell without a label
+                self._binding = None if self._overwrites(y) else plain
             elif self.conditional and y is None:
                 return None  # for now: nobody can try without a label
             else:
@@ -331,15 +328,33 @@ class Denoiser:
         return self._binding
 
     def _find_binding(self, y: Any) -> Binding | None:
+        x_t, told, labels = self._to_try(y)
+        with self.evaluating(), self.bare():
+            return find_binding(self.network, self._tell, x_t, told, labels)  # type: ignore[arg-type]
+
+    def _overwrites(self, y: Any) -> bool:
+        """Whether the network writes into its arguments, which then do not show what it was called with."""
+        x_t, told, labels = self._to_try(y)
+        ends = torch.stack([told[0, 0], told[-1, -1]])
+        with self.evaluating(), self.bare(), torch.inference_mode(), uninferred(self.network):
+            # Far out, where one that clips would.
+            given = self._copies(4 * x_t, ends, *(() if labels is None else (labels,)))
+            kept = [one.clone() for one in given]
+            try:
+                self._call(*given)
+            except Exception:  # whoever measures will be told
+                return False
+        return not all(map(same_values, given, kept))
+
+    def _to_try(self, y: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What to call the network with to see what it does: x_t, times (3, 2), and labels."""
         process = self.process
         high, low = (float(process.lam(t)) for t in (process.t_min, process.t_max))
         times = process.snap(process.t_of_lam(torch.linspace(high, low, 6, dtype=torch.float64)))
         generator = torch.Generator().manual_seed(0)
         x_t = torch.randn(2, *self.shape, generator=generator).to(self.device, self.dtype)
         labels = torch.as_tensor(y)[[0, 0]].to(self.device) if self.conditional else None
-        told = torch.stack([self._times(t, x_t, labels) for t in times.reshape(3, 2)])
-        with self.evaluating(), self.bare():
-            return find_binding(self.network, self._tell, x_t, told, labels)  # type: ignore[arg-type]
+        return x_t, torch.stack([self._times(t, x_t, labels) for t in times.reshape(3, 2)]), labels
 
     @property
     def correction(self) -> Any:

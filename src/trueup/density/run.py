@@ -24,7 +24,7 @@ from trueup.density.result import Likelihood
 from trueup.errors import Argument, DataError, ModelError, TrueupError
 from trueup.files import printable
 from trueup.images import Batch, open_images
-from trueup.noise import hashed
+from trueup.noise import checked_seed, hashed
 from trueup.progress import Progress
 from trueup.sampling.store import NOTE, Kept
 from trueup.statistics import Number
@@ -86,7 +86,7 @@ def likelihood(
         **denoiser.identity(),
         "method": method,
         "description": how.describe(),
-        "seed": seed,
+        "seed": checked_seed(seed),
         **options,
         "calibration": None if sides.calibration is None else sides.calibration.identity,
         "way of reading images": samples.images.transform(),

@@ -123,13 +123,8 @@ def measure(
         moments, known = found.moments, found.known
         moments.provenance["chosen"] = provenance["chosen"]  # of what is asked for now
         if moments.images:
-            nowhere = moments.provenance.get("binding", ...) is None  # a call may tell why
-            looked = samples.indexed and (denoiser.conditional or nowhere)
-            first = samples.at(int(moments.indices[0])) if looked else None
-            if nowhere and first is not None:
-                check_responds(denoiser, first, seed)
-            if first is not None or not nowhere:
-                _bind(denoiser, moments, None if first is None else first.y)
+            labelled = denoiser.conditional and samples.indexed
+            _bind(denoiser, moments, samples.at(int(moments.indices[0])).y if labelled else None)
         if per_embedding and moments.conditions is None:
             seen: tuple[Projection, int] = found.seen or _embeddings(samples, denoiser)
             cells = (moments.folds, moments.levels)

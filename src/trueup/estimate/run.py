@@ -173,7 +173,7 @@ class Run(Folder):
                     "put the images, labels and groups back, or use a new run directory"
                 )
         # Of the rest what costs nothing.
-        grouped = samples.grouped(own.tolist())
+        grouped = None if callable(samples.images.groups) else samples.grouped(own.tolist())
         if grouped is not None and grouped.tolist() != groups:
             changed = f"the groups are not what they were when {self.path} was begun"
             raise DataError(f"{changed}: put them back, or use a new run directory")

@@ -167,8 +167,9 @@ class Recorder:
             return
         evaluated = Denoiser(network, self._described.process, self._described.parametrization, self.shape)
         with evaluated.evaluating(), torch.no_grad():
-            times = torch.as_tensor(t, device=x_t.device).expand(len(x_t))
-            output = prediction(network(x_t, times) if y is None else network(x_t, times, y))
+            times = torch.as_tensor(t, device=x_t.device).expand(len(x_t)).clone()
+            told = (x_t.clone(), times) if y is None else (x_t.clone(), times, y)  # it may write into them
+            output = prediction(network(*told))
         self._add(x_t, t, output, target, y, index)
 
     def _step(self) -> None:

@@ -99,7 +99,7 @@ def sample_batches(
     for name, value, least in (("count", count, 1), ("start", start, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise TrueupError(f"{name} is a whole number of at least {least}, not {value!r}")
-    seed = checked_seed(seed, 64)  # others hash theirs
+    seed = checked_seed(seed)
     calibration = None if calibration is None else as_calibration(calibration)
     chosen = choose_solver(solver, denoiser, calibration, nfe, guidance)
     network = network_for(denoiser, labels, guidance)

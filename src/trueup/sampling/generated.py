@@ -57,7 +57,7 @@ def generate(
     settings = {**denoiser.identity(), **origin, "set of labels": classes}
 
     def batches(start: int) -> Any:
-        own = mix(seed ^ _OWN_STREAM)
+        own = mix(seed ^ _OWN_STREAM) >> 11  # a seed again
         how: dict[str, Any] = {"solver": chosen, "nfe": nfe, "labels": classes, "progress": progress}
         how |= {"description": "generating", "make": picture}
         return sample_batches(denoiser, count, start=start, seed=own, **how)
