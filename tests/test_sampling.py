@@ -366,6 +366,14 @@ def test_a_seed_is_a_whole_number(seed):
             normal(seed, torch.arange(2), 0, (1,), CPU)
 
 
+def test_numpys_whole_numbers_are_seeds():
+    denoiser, _ = off_by(0.3)
+    one, other = (trueup.sample(denoiser, 2, nfe=3, seed=seed, progress=False) for seed in (1, np.int64(1)))
+    assert torch.equal(one, other)
+    noise = (normal(seed, torch.arange(2), 0, (4,), CPU) for seed in (1, np.int64(1)))
+    assert torch.equal(*noise)
+
+
 def test_heun_is_not_offered_where_its_first_step_is_too_large():
     """Cosine noise begins at sigma 20,000: 20 evaluations of Heun's ended at 15 times the spread."""
     denoiser = GAUSSIAN.denoiser(processes.DiscreteVP.cosine(), "velocity").with_batch_size(500)
