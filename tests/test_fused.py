@@ -188,3 +188,75 @@ def test_a_learned_variance_is_left_as_it_is(fused):
     assert torch.equal(got[:, :2], kernel(fused, hook, output[:, :2], x_t[:, :2], torch.tensor(0.4)))
     expected = operations(hook, output, x_t[:, :2], torch.tensor(0.4))
     assert torch.allclose(got, expected, rtol=0, atol=2e-5 * scale(expected))
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(3, 32, 32), (4, 64, 64), (1, 7, 12)])
+def test_calls_of_a_form_that_was_seen_give_the_same_bits(fused, shape):
+    """Launched directly, wherever things lie and whoever knows the times."""
+    cal = make(shape, kind="velocity", levels=[0.2, 0.6])
+    hook, bare = CorrectOutput(cal), CorrectOutput(cal)
+    bare._launched = lambda *_: None
+    whole = torch.randn(12, 2, 5, 2 * shape[0], *shape[1:], generator=torch.Generator().manual_seed(0)).to(
+        DEVICE
+    )
+    with torch.no_grad():
+        for k, t in enumerate((0.21, 0.3, 0.55, 0.6)):
+            for dtype in (torch.float32, torch.float16):
+                output, x_t = whole[k, 0].to(dtype), whole[k, 1, :, : shape[0]].to(dtype)
+                for time in (t, torch.full((5,), t, device=DEVICE), torch.tensor(t, device=DEVICE).expand(5)):
+                    got = hook.correct(output, x_t, time)
+                    assert torch.equal(got, bare.correct(output, x_t, time))
+                    assert not torch.equal(got, output)
+                mean = output[:, : shape[0]]  # a part of a batch's memory
+                assert torch.equal(hook.correct(mean, x_t, t), bare.correct(mean, x_t, t))
+        ready = [launch for launch in hook._launches.values() if launch is not None]
+        assert len(ready) == len(hook._launches) == 8
+        flat = torch.randn(1 + 5 * whole[0, 0, 0].numel(), device=DEVICE)
+        output, x_t = flat[1:].view(5, -1, *shape[1:]), whole[0, 1, :, : shape[0]]
+        assert output.data_ptr() % 16
+        assert torch.equal(hook.correct(output, x_t, 0.3), bare.correct(output, x_t, 0.3))
+    with torch.enable_grad():
+        assert hook.correct(whole[0, 0].requires_grad_(), whole[0, 1, :, : shape[0]], 0.3).requires_grad
+
+
+def test_a_form_is_all_that_a_compiled_kernel_depends_on(fused):
+    output, x_t, t = torch.zeros(2, 6, 8, 8), torch.zeros(2, 3, 8, 8), torch.tensor([0.1, 0.2])
+    form = fused.form_of(output, x_t, t)
+    assert form == fused.form_of(output + 1, x_t + 1, t + 1) is not None
+    others = [
+        (output.half(), x_t, t),
+        (output[:1], x_t[:1], t[:1]),
+        (torch.zeros(4, 6, 8, 8)[::2], x_t, t),
+        (output, torch.zeros(2, 4, 8, 8)[:, :3], t),
+        (output, x_t, t.double()),
+        (output, x_t, t[:1].expand(2)),
+        (output, x_t, 0.3),
+    ]
+    forms = [fused.form_of(*call) for call in others]
+    assert len({form, *forms}) == 1 + len(others)
+    assert fused.form_of(output, x_t, 0.3) == fused.form_of(output, x_t, 0.7)  # the host picks the row
+    with torch.enable_grad():
+        assert fused.form_of(output.clone().requires_grad_(), x_t, t) is None
+    with torch.autograd.forward_ad.dual_level():
+        assert fused.form_of(output, x_t, t) is None
+    assert fused.form_of(nn.Parameter(output, requires_grad=False), x_t, t) is None
+
+
+def test_a_direct_launch_is_handed_addresses(fused, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # which is that of the CPU here
+    knots, tables, calls = torch.zeros(9, 6), (torch.zeros(8), torch.zeros(4)), []
+    ready = fused.Ready(lambda *given: calls.append(given), knots, tables, [3, 7])
+    output, x_t, t = torch.zeros(2, 6, 8, 8)[:, :4], torch.zeros(2, 3, 8, 8), torch.tensor([0.1, 0.2])
+    fixed = (*(table.data_ptr() for table in tables), 3, 7)
+    made = ready(output, x_t, t)
+    of_times = (output.data_ptr(), x_t.data_ptr(), made.data_ptr(), t.data_ptr(), knots.data_ptr(), *fixed)
+    made = ready(output, x_t, 5)
+    of_node = (output.data_ptr(), x_t.data_ptr(), made.data_ptr(), 0, knots[5].data_ptr(), *fixed)
+    assert calls == [of_times, of_node]
+    assert made.shape == output.shape
+    assert made.is_contiguous()
+    assert ready(torch.zeros(1 + x_t.numel())[1:].view_as(x_t), x_t, t) is None
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert ready(output, x_t, t) is None
+    assert len(calls) == 2

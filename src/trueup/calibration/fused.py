@@ -4,9 +4,15 @@ A small network on a GPU spends its time on launches, and the correction written
 is a dozen of them. Here it is one: each program finds the level of one image and corrects one channel of it,
 in single precision; channels beyond the sample's, a learned variance, are left as they are. Imported only
 where Triton is installed and the model is on a CUDA device.
+
+What Triton finds out anew at every launch takes longer than the kernel does. `Ready` launches what was
+compiled for a call of the same form.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -19,23 +25,24 @@ LARGEST = 64  # pixels along an axis: what two images and two matrices of one pr
 
 @triton.jit
 def _dct(image, left, right):  # type: ignore[no-untyped-def]
-    rows = tl.dot(left, image, input_precision="ieee")
-    return tl.dot(rows, tl.trans(right), input_precision="ieee")
+    # Three products in tf32 are as good as one in float32, and are made by the matrix units.
+    rows = tl.dot(left, image, input_precision="tf32x3")
+    return tl.dot(rows, tl.trans(right), input_precision="tf32x3")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["times_at", "knots_at"])  # a time or a row may begin anywhere
 def _correct(  # type: ignore[no-untyped-def]
     output_at,
     x_at,
+    corrected_at,
     times_at,
-    boundaries_at,
     knots_at,
+    boundaries_at,
     constant_at,
     slopes_at,
     bands_at,
     left_at,
     right_at,
-    corrected_at,
     channels,
     output_stride,
     x_stride,
@@ -144,21 +151,24 @@ def correct(
     if not known and output.device.index != torch.cuda.current_device():  # where Triton launches
         with torch.cuda.device(output.device):
             return correct(output, x_t, t, boundaries, knots, constant, slopes, bands, matrices)
-    left, right = matrices  # (box, pixels) each
-    height, width, channels = left.shape[1], right.shape[1], x_t.shape[1]
     corrected = torch.empty(output.shape, device=output.device, dtype=output.dtype)
-    _correct[(output.shape[0], output.shape[1])](
-        output,
-        x_t,
-        boundaries if t is None else t,
-        boundaries,
-        knots,
-        constant,
-        slopes,
-        bands,
-        left,
-        right,
-        corrected,
+    tables = (boundaries, constant, slopes, bands, *matrices)
+    _launch(output, x_t, corrected, t, knots, tables)
+    return corrected
+
+
+def _launch(
+    output: Tensor,
+    x_t: Tensor,
+    corrected: Tensor,
+    t: Tensor | None,
+    knots: Tensor,
+    tables: tuple[Tensor, ...],
+) -> tuple[Any, list[int], dict[str, Any]]:
+    """Through Triton; what it compiled, with the numbers and constants that were handed over."""
+    boundaries, _, slopes, _, left, right = tables  # left, right (box, pixels) each
+    height, width, channels = left.shape[1], right.shape[1], x_t.shape[1]
+    numbers = [
         channels,
         output.stride(0),
         x_t.stride(0),
@@ -170,12 +180,84 @@ def correct(
         width,
         left.shape[0],
         right.shape[0],
-        SEARCH=t is not None,
-        H=_tile(height),
-        W=_tile(width),
-        num_warps=16 if max(height, width) > 32 else 4,  # 64 x 64 in 4 would spill: 475 us where 16 take 130
-    )
-    return corrected
+    ]
+    constants = {"SEARCH": t is not None, "H": _tile(height), "W": _tile(width)}
+    warps = 16 if max(height, width) > 32 else 4  # 64 x 64 in 4 would spill: 475 us where 16 take 130
+    given = (output, x_t, corrected, boundaries if t is None else t, knots, *tables, *numbers)
+    kernel = _correct[(output.shape[0], output.shape[1])](*given, **constants, num_warps=warps)
+    return kernel, numbers, constants
+
+
+def form_of(output: Tensor, x_t: Tensor, t: Tensor | float) -> tuple[Any, ...] | None:
+    """What a compiled kernel depends on, besides addresses; None where gradients or the like need operations.
+
+    t: times, or one that the host knows.
+    """
+    if type(output) is not Tensor or type(x_t) is not Tensor or not _is_plain():
+        return None
+    if torch.is_grad_enabled() and (output.requires_grad or x_t.requires_grad):
+        return None
+    told = (t.dtype, t.shape, t.stride()) if isinstance(t, Tensor) else None
+    of_x = x_t.dtype, x_t.device, x_t.shape, x_t.stride()
+    return output.dtype, output.device, output.shape, output.stride(), of_x, told
+
+
+class Ready:
+    """The kernel as it was compiled for a call, to launch for others of the same form."""
+
+    def __init__(self, run: Callable[..., Any], knots: Tensor, tables: tuple[Tensor, ...], rest: list[Any]):
+        self._run, self._kept = run, (knots, tables)  # kept, since addresses keep nothing
+        self._fixed = [*(table.data_ptr() for table in tables), *rest]
+        self._knots, self._row = knots.data_ptr(), knots.stride(0) * knots.element_size()
+        self._device = knots.device.index
+
+    def __call__(self, output: Tensor, x_t: Tensor, t: Tensor | int) -> Tensor | None:
+        """The corrected output; None if this call has to go through Triton. t: times, or a node."""
+        at, x_at = output.data_ptr(), x_t.data_ptr()
+        if (at | x_at) & 15 or torch.cuda.current_device() != self._device:  # compiled for aligned addresses
+            return None
+        corrected = torch.empty_like(output, memory_format=torch.contiguous_format)
+        if isinstance(t, int):
+            times, knots = 0, self._knots + t * self._row
+        else:
+            times, knots = t.data_ptr(), self._knots
+        self._run(at, x_at, corrected.data_ptr(), times, knots, *self._fixed)
+        return corrected
+
+    @classmethod
+    def of(
+        cls,
+        output: Tensor,
+        x_t: Tensor,
+        t: Tensor | int,
+        boundaries: Tensor,
+        knots: Tensor,
+        constant: Tensor,
+        slopes: Tensor,
+        bands: Tensor,
+        matrices: list[Tensor],
+    ) -> Ready | None:
+        """From a call like those to come, with the knots of all nodes; None where that cannot be done here.
+
+        Triton's own calls may change: what is launched directly must give, to the bit, what `correct` gives.
+        Comparing waits for the GPU, once.
+        """
+        tables = (boundaries, constant, slopes, bands, *matrices)
+        corrected = torch.empty_like(output, memory_format=torch.contiguous_format)
+        times, rows = (None, knots[t : t + 1]) if isinstance(t, int) else (t, knots)
+        with torch.cuda.device(output.device):
+            kernel, numbers, constants = _launch(output, x_t, corrected, times, rows, tables)
+            for more in (constants.values(), ()):  # Triton 3.3 and later hand constants over as well
+                try:
+                    made = cls(
+                        kernel[(output.shape[0], output.shape[1], 1)], knots, tables, [*numbers, *more]
+                    )
+                    found = made(output, x_t, t)
+                    if found is not None and torch.equal(found, corrected):
+                        return made
+                except Exception:  # whatever it is, `correct` does the same
+                    continue
+        return None
 
 
 def _tile(pixels: int) -> int:

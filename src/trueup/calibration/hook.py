@@ -20,6 +20,8 @@ from trueup.denoiser.adapters import Watch
 from trueup.denoiser.layout import SEEN, arranged, restored, spatial_of, spatial_of_ids
 from trueup.errors import AttachError, MismatchError
 
+_FORMS = 256  # of calls that the kernel is kept ready for
+
 
 class _Fired(threading.local):
     count = 0
@@ -62,6 +64,7 @@ class CorrectOutput:
         self.conditional = bool(self.classes) or self.conditions is not None
         self.constant_only = not (self.conditional or correction.a.any() or correction.d.any())
         self._ready: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], Tables] = {}
+        self._launches: dict[Any, Any] = {}  # of the kernel, by the form of a call; None: it has none
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], raw: Any) -> Any:
         """Correct what a forward call returned."""
@@ -137,6 +140,10 @@ class CorrectOutput:
         tables = self._tables(output.device, dtype, tuple(output.shape[2:]))
         times = self._times(t, output)
         fused = tables.fused
+        if fused and self.conditions is None:
+            launched = self._launched(fused, output, x_t, times, tables)
+            if launched is not None:
+                return launched
         if fused and self.conditions is None and fused.fits(output, x_t):
             # The kernel finds the node itself, where nothing else depends on it.
             found = times if isinstance(times, Tensor) and not self.classes else None
@@ -150,6 +157,26 @@ class CorrectOutput:
         if self.conditions is not None:
             made = (made.to(dtype) - self._of_embedding(knots, y, mean, tables)).to(mean.dtype)
         return torch.cat([made, variance], 1) if variance.shape[1] else made
+
+    def _launched(
+        self, fused: Any, output: Tensor, x_t: Tensor, times: Tensor | float, tables: Tables
+    ) -> Tensor | None:
+        """What the kernel makes of a call like others before, launched directly."""
+        if self.classes or torch.compiler.is_compiling():
+            return None
+        form = fused.form_of(output, x_t, times)
+        if form is None:
+            return None
+        found: int | Tensor = times if isinstance(times, Tensor) else bisect_left(self.boundaries, times)
+        if form not in self._launches:
+            if not fused.fits(output, x_t) or torch.cuda.is_current_stream_capturing():
+                return None
+            if len(self._launches) >= _FORMS:
+                self._launches.clear()
+            rest = (tables.between(times), tables.knots, tables.constant, tables.slopes, tables.bands)
+            self._launches[form] = fused.Ready.of(output, x_t, found, *rest, tables.forward)
+        launch = self._launches[form]
+        return None if launch is None else launch(output, x_t, found)
 
     def _knots(self, times: Tensor | float, y: Any, output: Tensor, tables: Tables) -> Tensor:
         """What each row's correction is made of, (B or 1, 6)."""
@@ -274,6 +301,7 @@ class CorrectOutput:
         return {
             **self.__dict__,
             "_ready": {},
+            "_launches": {},
             "_places": (None, ()),
         }  # device copies are made again where they are needed
 
