@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from dataclasses import replace
 
 import pytest
 import torch
 
 import trueup
-from trueup.bands import Bands
+from trueup import bands
+from trueup.bands import Bands, along_last_axes, dct_matrix
 from trueup.calibration import Calibration, FittedSolver
 from trueup.errors import MismatchError, TrueupError
 from trueup.figure import curves
+from trueup.fitted import MEMORY
 from trueup.parametrization import Parametrization
 from trueup.process import EDM, ContinuousVP, DiscreteVP
 from trueup.report import as_json, as_text
@@ -193,6 +197,74 @@ def test_what_is_remembered_is_what_the_network_means(kind, history):
     output = parametrization.target(x0, eps, alpha, sigma)
     found = solver.remembered(1, output, alpha * x0 + sigma * eps, parametrization)
     assert torch.allclose(found, eps if history == "eps" else x0)
+
+
+def by_definition(solver, i, x, history):
+    """A step in float64, term by term, and how large its terms are."""
+    parts = torch.stack([x, *history]).double()
+    tables, offset = solver.bands.spread_all(solver.tables[i]), solver.bands.fill(solver.offset[i])
+    matrices = [dct_matrix(size) for size in solver.bands.spatial]
+    z = (along_last_axes(parts, matrices) * tables[: len(parts), None]).sum(0) + offset
+    added = along_last_axes(z, [matrix.T for matrix in matrices])
+    terms = solver.weights[i, : len(parts)].reshape(-1, *[1] * x.ndim) * parts
+    return terms.sum(0) + added, terms.abs().sum(0), float(z.abs().max())
+
+
+@pytest.mark.parametrize("shape", [(4, 64, 64), (3, 48, 40), (2, 9), (2, 3, 6, 5)])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_step_in_single_precision_is_its_definition_but_for_rounding(shape, whole, monkeypatch):
+    if not whole:
+        monkeypatch.setattr(bands, "WHOLE", 1)
+        monkeypatch.setattr(bands, "KEPT", math.prod(shape) // 2)
+    frequencies = bands.kept_frequencies(shape)
+    of = Bands(shape[1:], None, frequencies)
+    assert of.whole == whole
+    generator = torch.Generator().manual_seed(2)
+    tables = torch.randn(2, 1 + MEMORY, shape[0], of.count, generator=generator, dtype=torch.float64)
+    offset = torch.randn(2, shape[0], of.length, generator=generator, dtype=torch.float64)
+    x, *history = torch.randn(1 + MEMORY, 2, *shape, generator=generator)
+    for size in (1e-3, 1.0):
+        solver = random_solver(shape=shape, bands=of, tables=size * tables, offset=size * offset)
+        expected, rule, largest = by_definition(solver, 1, x, history)
+        made = solver.step(1, x, history)
+        assert made.dtype == torch.float32
+        assert made.is_contiguous()
+        # The rule's part rounds like a sum of pixels; what was fitted, like a product of 2 x 2 matrices.
+        slack = 2.0**-23 * (4 * rule + 8 * largest)
+        assert ((made - expected).abs() <= slack).all()
+
+
+def test_a_step_is_the_same_in_parts_and_of_any_memory_format(monkeypatch):
+    solver = random_solver(shape=(2, 8, 8))
+    parts = torch.randn(1 + MEMORY, 5, 2, 8, 8, generator=torch.Generator().manual_seed(1))
+    x, *history = parts
+    made = solver.step(1, x, history)
+    x, *history = (part.contiguous(memory_format=torch.channels_last) for part in parts)
+    assert torch.allclose(solver.step(1, x, history), made, atol=1e-5)
+    monkeypatch.setattr("trueup.fitted._AT_ONCE", 2 * 128)  # two samples
+    assert torch.allclose(solver.step(1, x, history), made, atol=1e-5)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_step_has_gradients_whatever_the_first_ran_in(context):
+    """What is kept for later steps does not come from inference mode."""
+    solver = random_solver()
+    x, *history = torch.randn(1 + MEMORY, 2, *SHAPE, generator=torch.Generator().manual_seed(1)).double()
+    with context():
+        solver.step(1, x, history)
+    assert torch.autograd.gradcheck(
+        lambda x, *history: solver.step(1, x, history), [part.requires_grad_() for part in (x, *history)]
+    )
+
+
+def test_copies_of_a_solver_leave_its_tables_behind():
+    """They may be on a GPU, and are made again."""
+    solver = random_solver()
+    x, *history = torch.randn(1 + MEMORY, 2, *SHAPE)
+    made = solver.step(1, x, history)
+    for other in (copy.copy(solver), copy.deepcopy(solver), pickle.loads(pickle.dumps(solver))):
+        assert not other._ready
+        assert torch.equal(other.step(1, x, history), made)
 
 
 # Without data

@@ -14,6 +14,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trueup
 from trueup.calibration import Calibration
@@ -176,6 +177,82 @@ def test_our_own_loop_takes_it_too(unet, scheduler):
     )
     expected = by_hand(scheduler.solver, lambda x, t: denoiser.predict(x, t), noise * VP.prior_std)
     assert torch.allclose(x, expected, atol=1e-5)
+
+
+# What a step costs
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is computed: of states, each a launch on a GPU, and of single numbers; views are free."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_states = self.of_numbers = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        made = operation(*args, **(kwargs or {}))
+        if not operation.is_view and operation is not torch.ops.aten._unsafe_view.default:
+            of_state = isinstance(made, torch.Tensor) and made.ndim > 0
+            self.of_states, self.of_numbers = self.of_states + of_state, self.of_numbers + (not of_state)
+        return made
+
+
+def counted(scheduler, dtype, step=3):
+    """Of a step in the middle, in the second run."""
+    for _ in range(2):
+        scheduler.set_timesteps(5)
+        x, output = start().to(dtype), start(seed=1).to(dtype)
+        for t in scheduler.timesteps[:step]:
+            x = scheduler.step(output, t, x, return_dict=False)[0]
+        with torch.no_grad(), Operations() as found:
+            scheduler.step(output, scheduler.timesteps[step], x, return_dict=False)
+    return found.of_states, found.of_numbers
+
+
+@pytest.mark.parametrize(("dtype", "casts"), [(torch.float32, 0), (torch.float16, 2)])
+def test_a_step_is_ten_operations_and_two_casts_half_of_what_diffusers_takes(scheduler, dtype, casts):
+    """Two for what is remembered, one puts the parts together, four are the DCT's, three all the rest."""
+    assert not scheduler.solver.empty
+    assert scheduler.solver.memory(3) == 3
+    assert counted(scheduler, dtype) == (10 + casts, 0)
+    theirs = diffusers.DPMSolverMultistepScheduler(solver_order=3, lower_order_final=False)
+    of_states, of_numbers = counted(theirs, dtype)
+    assert 10 + casts < 0.6 * of_states
+    assert of_numbers > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_step_is_its_definition_in_double_precision_but_for_rounding(dtype):
+    """Whatever the precision of what it is given, it is computed in single precision."""
+    made = FittedScheduler.of(random_solver(), VP, NOISE)
+    exact = FittedScheduler.of(random_solver(), VP, NOISE)
+    x = start().to(dtype)
+    for one in (made, exact):
+        one.set_timesteps(5)
+    for t in made.timesteps:
+        output = x.tanh()
+        wanted = exact.step(output.double(), t, x.double()).prev_sample
+        x = made.step(output, t, x).prev_sample
+        assert x.dtype == dtype
+        # Half a unit of what comes back, and a few single ones of the largest that is remembered.
+        largest = float(max(h.abs().max() for h in exact._history))
+        slack = torch.finfo(dtype).eps * wanted.abs() / 2 + 2.0**-20 * largest
+        assert ((x - wanted).abs() <= slack).all()
+
+
+def test_autocast_leaves_a_step_alone(scheduler):
+    x, outputs = start(), [start(seed=seed) for seed in range(5)]
+
+    def run():
+        scheduler.set_timesteps(5)
+        made = x
+        for t, output in zip(scheduler.timesteps, outputs, strict=True):
+            made = scheduler.step(output, t, made).prev_sample
+        return made
+
+    expected = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(run(), expected)
 
 
 # What pipelines ask of it
@@ -346,8 +423,16 @@ def test_a_saved_pipeline_is_loaded_in_a_fresh_process(unet, scheduler, tmp_path
     assert done.stdout.strip() == scheduler.identity
 
 
-def test_it_is_pickled(scheduler):
-    assert pickle.loads(pickle.dumps(scheduler)).identity == scheduler.identity
+def test_it_is_pickled_and_copied_in_the_middle_of_a_run(scheduler):
+    x, other = start(), start(seed=1)
+    scheduler.set_timesteps(5)
+    first, second, *_ = scheduler.timesteps
+    x = scheduler.step(other, first, x).prev_sample
+    copies = [pickle.loads(pickle.dumps(scheduler)), copy.deepcopy(scheduler)]
+    expected = scheduler.step(x, second, x).prev_sample
+    for made in copies:
+        assert made.identity == scheduler.identity
+        assert torch.equal(made.step(x, second, x).prev_sample, expected)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def along_last_axes(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     for axis, matrix in enumerate(matrices):
         back = axis - len(matrices)  # -rank .. -1
         if back == -1:
-            x = x @ matrix.T
+            x = torch.nn.functional.linear(x, matrix)
         elif back == -2:
             x = matrix @ x
         else:

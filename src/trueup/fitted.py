@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -156,45 +156,47 @@ class FittedSolver:
         return f"; {what} {first}{max(after, 0.0):.2g}{unit}"
 
     def remembered(self, i: int, output: Tensor, x: Tensor, parametrization: Parametrization) -> Tensor:
-        """What the network said at level i, as eps or x0."""
-        alpha, sigma = self.alpha[i], self.sigma[i]
-        p, q = parametrization.coefficients(alpha, sigma)
-        bottom = alpha * q - sigma * p
-        if self.history == "eps":
-            on_output, on_x = alpha / bottom, -p / bottom
-        else:
-            on_output, on_x = -sigma / bottom, q / bottom
-        if float(on_x) == 0.0:
-            return output * float(on_output)
-        return torch.add(output * float(on_output), x, alpha=float(on_x))
+        """What the network said at level i, as eps or x0; in x's precision if output's is lower."""
+        on_output, on_x = self._read(i, parametrization)
+        if on_x == 0.0:
+            return output.to(x.dtype) * on_output
+        return torch.add(x if on_x == 1.0 else x * on_x, output, alpha=on_output)
+
+    def _read(self, i: int, parametrization: Parametrization) -> tuple[float, float]:
+        """Weights of the network's output and of x in what is remembered."""
+        key = (i, parametrization)
+        if key not in self._ready:
+            alpha, sigma = self.alpha[i], self.sigma[i]
+            p, q = parametrization.coefficients(alpha, sigma)
+            on_output, on_x = (alpha, -p) if self.history == "eps" else (-sigma, q)
+            bottom = alpha * q - sigma * p
+            self._ready[key] = float(on_output / bottom), float(on_x / bottom)
+        return self._ready[key]
 
     def step(self, i: int, x: Tensor, history: Sequence[Tensor]) -> Tensor:
         """State i + 1 from state i and what was remembered, the latest first, at most MEMORY.
 
         Where less is remembered than it needs, as after a start in the middle, it is a step of first order.
         """
-        if tuple(x.shape[2:]) != self.bands.spatial:
+        if x.shape[2:] != self.bands.spatial:
             return self.resized(x.shape[2:]).step(i, x, history)
-        if len(history) < self.memory(i):
-            on_x, on_h = self.first_order(i)
-            return torch.add(x * on_x, history[0], alpha=on_h)
-        if len(x) > 1 and x.numel() > _AT_ONCE:
+        if x.numel() > _AT_ONCE and len(x) > 1:
             rows = max(1, len(x) * _AT_ONCE // x.numel())
             split = zip(*(v.split(rows) for v in (x, *history)), strict=True)
             return torch.cat([self.step(i, one, said) for one, *said in split])
-        w = self.weights[i].tolist()
-        made = x * w[0]
-        for weight, h in zip(w[1:], history, strict=False):
-            if weight:
-                made = made.add_(h, alpha=weight)
-        tables, offset = self._on(i, x)
-        if tables is None:
-            return made
-        parts = torch.stack([x, *history])  # (J, B, C, *spatial)
-        if not self.bands.whole:  # a large sample's are as large, so that they are not kept for every step
-            tables, offset = self.bands.spread_all(tables), self.bands.fill(offset)
-        z = (self.bands.dct(parts) * tables[: len(parts), None]).sum(0)
-        return made + self.bands.idct(z + offset)
+        weights, tables, offset = self._on(i, x, len(history) >= self.memory(i))
+        parts = torch.stack([x, *history[: len(weights) - 1]], 2)  # (B, C, J, *spatial)
+        # The rule's part is made of pixels: products of matrices may be coarse on a GPU.
+        if tables is None or offset is None:
+            return (parts * weights).sum(2)
+        bands = self.bands
+        if bands.whole:
+            added = bands.idct(torch.addcmul(offset, bands.dct(parts), tables))
+            return torch.addcmul(added, parts, weights).sum(2)
+        # Large samples' tables are as large, so that they are not kept for every step, and sums come first.
+        tables, offset = bands.spread_all(tables), bands.fill(offset)
+        added = bands.idct(torch.addcmul(offset, bands.dct(parts), tables).sum(2))
+        return added + (parts * weights).sum(2)
 
     def resized(self, spatial: Sequence[int]) -> FittedSolver:
         """For samples of another size: the rule it started from, on its levels.
@@ -226,17 +228,36 @@ class FittedSolver:
             return after_alpha / alpha, after_sigma - after_alpha / alpha * sigma
         return after_sigma / sigma, after_alpha - after_sigma / sigma * alpha
 
-    def _on(self, i: int, x: Tensor) -> tuple[Tensor | None, Tensor]:
-        key = (i, x.device, x.dtype)
+    def _on(self, i: int, x: Tensor, enough: bool) -> _Step:
+        """What step i is made with beside x, made once; enough: of what it remembers, not of first order."""
+        key = (i, x.device, x.dtype, enough)
         if key not in self._ready:
-            with torch.inference_mode(False):
-                tables, offset = None, self.offset[i].to(x)
-                if self.tables[i].any() or self.offset[i].any():
-                    tables = self.tables[i].to(x)
-                    if self.bands.whole:
-                        tables, offset = self.bands.spread_all(tables), self.bands.fill(offset)
-                self._ready[key] = tables, offset
+            with torch.inference_mode(False):  # they may be part of a backward pass later
+                self._ready[key] = self._made(i, x, enough)
         return self._ready[key]
+
+    def _made(self, i: int, x: Tensor, enough: bool) -> _Step:
+        bands, count = self.bands, 1 + (self.memory(i) if enough else 1)
+        rule = self.weights[i, :count] if enough else torch.tensor(self.first_order(i), dtype=torch.float64)
+        weights = rule.to(x).reshape(count, *[1] * len(bands.spatial))
+        if not (enough and (self.tables[i].any() or self.offset[i].any())):
+            return _Step(weights, None, None)
+        tables = self.tables[i, :count].transpose(0, 1).to(x)
+        offset = self.offset[i, :, None].to(x) / count  # in this order: a file has single precision
+        if bands.whole:
+            tables, offset = bands.spread_all(tables), bands.fill(offset)
+        return _Step(weights, tables, offset)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ready": {}}  # made again where it is needed
+
+
+class _Step(NamedTuple):
+    """What a step makes of J parts, x and what it remembers."""
+
+    weights: Tensor  # (J, 1, ...)
+    tables: Tensor | None  # (C, J, *spatial), of large samples (C, J, bands); None where nothing was fitted
+    offset: Tensor | None  # (C, 1, *spatial), of large samples (C, 1, K); a part's share
 
 
 def purpose(nfe: int, guidance: float = 1.0) -> str:

@@ -243,29 +243,39 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
         """The next state from what the network said of this one; nothing is random, whatever eta."""
         if kwargs.get("eta"):
             warnings.warn("a fitted solver adds no noise: eta is ignored", stacklevel=2)
-        solver, channels = self.solver, self.solver.shape[0]
-        spatial = self._size(sample)
-        sample, model_output = (restored(v, self.layout, spatial) for v in (sample, model_output))
-        as_wanted = sample.ndim == 1 + len(solver.shape) and sample.shape[1] == channels
-        as_wanted = as_wanted and sample.shape[2:] == model_output.shape[2:]
-        if not as_wanted or model_output.shape[1] not in (channels, 2 * channels):
-            shapes = f"{tuple(sample.shape[1:])} and outputs of shape {tuple(model_output.shape[1:])}"
-            made_for = f"samples of shape {solver.shape}, or with as many channels and axes"
+        solver = self.solver
+        if self.layout is not None:
+            spatial = self._size(sample)
+            sample, model_output = (restored(v, self.layout, spatial) for v in (sample, model_output))
+        shape, given, told = solver.shape, sample.shape, model_output.shape
+        channels = shape[0]
+        as_wanted = len(given) == 1 + len(shape) and given[1] == channels and given[2:] == told[2:]
+        if not as_wanted or told[1] not in (channels, 2 * channels):
+            shapes = f"{tuple(given[1:])} and outputs of shape {tuple(told[1:])}"
+            made_for = f"samples of shape {shape}, or with as many channels and axes"
             raise MismatchError(f"this scheduler was fitted for {made_for}, not {shapes}")
+        if told[1] != channels:
+            model_output = model_output[:, :channels]  # the rest is a variance
         if self._step_index is None:
             begin = self._begin_index
             self._step_index = self.index_for_timestep(timestep) if begin is None else begin
         i = self._step_index
         if not 0 <= i < solver.nfe:
             raise TrueupError(f"all {solver.nfe} steps are done: call set_timesteps before starting again")
-        dtype = _wide(sample)
-        with torch.autocast(sample.device.type, enabled=False):
-            x, output = sample.to(dtype), model_output[:, :channels].to(dtype)  # the rest is a variance
-            self._history.insert(0, solver.remembered(i, output, x, self.parametrization))
-            del self._history[MEMORY:]
-            made = arranged(solver.step(i, x, self._history).to(sample.dtype), self.layout)
+        if torch.is_autocast_enabled(sample.device.type):  # leaving it is not free
+            with torch.autocast(sample.device.type, enabled=False):
+                made = self._stepped(i, model_output, sample)
+        else:
+            made = self._stepped(i, model_output, sample)
         self._step_index = i + 1
         return SchedulerOutput(prev_sample=made) if return_dict else (made,)
+
+    def _stepped(self, i: int, output: Tensor, sample: Tensor) -> Tensor:
+        wide = torch.float64 in (sample.dtype, output.dtype)
+        x = sample.to(torch.float64 if wide else torch.float32)
+        self._history.insert(0, self.solver.remembered(i, output, x, self.parametrization))
+        del self._history[MEMORY:]
+        return arranged(self.solver.step(i, x, self._history).to(sample.dtype), self.layout)
 
     def _size(self, sample: Tensor) -> tuple[int, ...]:
         """Of samples that come as tokens: as was said, as the corrected network was told, or as fitted."""
