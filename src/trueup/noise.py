@@ -53,13 +53,13 @@ def mix(value: int) -> int:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts int64 arithmetically
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)  # torch shifts int64 arithmetically
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * _signed(_MIX[0])
-    x = (x ^ _shift_right(x, 27)) * _signed(_MIX[1])
-    return x ^ _shift_right(x, 31)
+    x = _shift_right(x, 30).bitwise_xor_(x).mul_(_signed(_MIX[0]))
+    x = _shift_right(x, 27).bitwise_xor_(x).mul_(_signed(_MIX[1]))
+    return _shift_right(x, 31).bitwise_xor_(x)
 
 
 def level_key(t: float) -> int:
