@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import statistics
 from pathlib import Path
 
 import numpy as np
@@ -91,12 +93,12 @@ class Quality:
         mean, scatter = (v.to(denoiser.device) for v in (pooled.mean, pooled.covariance * (pooled.count - 1)))
         self.pooled = GaussianStatistics(mean, scatter, pooled.count)
 
-    def of(self, x: torch.Tensor, denoiser: Denoiser) -> float:
+    def of(self, x: torch.Tensor, denoiser: Denoiser) -> Number:
         """The Fréchet distance of samples already drawn."""
         to_images = image_maker(denoiser)
         return frechet(
             torch.cat([self.features(to_images(part)).pooled for part in x.split(250)]), self.pooled
-        ).value
+        )
 
     def __call__(
         self, denoiser: Denoiser, calibration, solver, nfe: int, samples: int, batch_size: int, **how
@@ -113,6 +115,13 @@ class Quality:
             colour.append(colours(images))
         pooled = torch.cat(parts)
         return frechet(pooled, self.pooled), wasserstein(torch.cat(colour), self.reference.colours)
+
+
+def median(values: list[float]) -> list[float]:
+    """The median, and the ends of its 95% interval, by ranks."""
+    ordered, half = sorted(values), 0.98 * math.sqrt(len(values))
+    ends = math.floor(len(values) / 2 - half), math.ceil(len(values) / 2 + half)
+    return [statistics.median(ordered), ordered[max(0, ends[0])], ordered[min(len(values) - 1, ends[1])]]
 
 
 def plus_minus(number: Number) -> str:

@@ -4,6 +4,7 @@
     python benchmarks/few_steps.py ... --part counts      # how many trajectories
     python benchmarks/few_steps.py ... --part gains       # the limit with each form of the gains
     python benchmarks/few_steps.py ... --part variants    # fitted to the limit, or brought to the data
+    python benchmarks/few_steps.py ... --part ends        # limits that end at more noise than the least
     python benchmarks/few_steps.py ... --part fourfold    # beside four times the evaluations, uncalibrated
     python benchmarks/few_steps.py ... --part harm --nfe 3 4 5 7 10 14 20 30 50 70 100   # on other noise
     python benchmarks/few_steps.py ... --part cost        # of a fit, and of a fitted step
@@ -16,6 +17,7 @@ are directories, of diffusers or of benchmarks/networks.py.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import trueup
 from trueup.calibration import Attachment
@@ -30,14 +33,16 @@ from trueup.estimate import fit, measure
 from trueup.fitting import fit_solver, judge
 from trueup.fitting.calibrating import labels_of
 from trueup.fitting.kept import Kept
+from trueup.fitting.moments import Moments, seen
 from trueup.fitting.solve import Fitter, fit_cost
-from trueup.fitting.teacher import Teacher
-from trueup.sampling.draw import as_solver, network_for
-from trueup.sampling.fitted import Fitted, plan
+from trueup.fitting.teacher import FINE
+from trueup.noise import normal
+from trueup.sampling.draw import STARTING_NOISE, as_solver, network_for
+from trueup.sampling.fitted import Fitted, follow, plan
 from trueup.sampling.rules import RULES, Grid
 from trueup.sampling.solver import solvers_for
 
-from common import Quality, comparison_parser, finish, load_model, table
+from common import Quality, change, comparison_parser, finish, load_model, numbers, table
 
 TIME, LOG, KARRAS = Grid("time"), Grid(), Grid(7.0)
 SAMPLERS: list[tuple[str, Any]] = [
@@ -80,17 +85,19 @@ class Setting:
         )
         return found[0].value
 
-    def limit(self, gains: str) -> float:
-        """Of the many-step limit, from the same noise."""
+    def limit(self, gains: str, times_least: float = 1.0) -> Tensor:
+        """Samples of the many-step limit, from the same noise; times_least: noise at the last evaluation."""
         network = network_for(self.denoiser, self.labels)
-        every, parts = network.y, []
-        size = self.options.batch_size
+        every, parts, size = network.y, [], self.options.batch_size
+        solver = plan(self.denoiser, FINE, Grid(rise=math.log(times_least)), 65, self.labels)
+        assert solver is not None
         for first in range(0, self.options.samples, size):
             index = torch.arange(first, min(first + size, self.options.samples))
             network.index, network.y = index, None if every is None else every[index % len(every)]
+            noise = normal(0, index, STARTING_NOISE, self.denoiser.shape, self.denoiser.device)
             with Attachment(self.denoiser, self.calibration, gains=gains):
-                parts.append(Teacher.of(network, 0, intervals=64, keep=False).samples)
-        return self.quality.of(torch.cat(parts), self.denoiser)
+                parts.append(follow(solver, network, noise))
+        return torch.cat(parts)
 
     def usual(self, name: str, grid, nfe: int):
         """A usual sampler on a usual grid; None where it is not offered."""
@@ -128,7 +135,8 @@ class Setting:
 def full_table(setting: Setting, entry: dict, options) -> list[list[str]]:
     head = ["evaluations", "uncalibrated", "calibrated", "fitted, uncalibrated", "**calibrated, fitted**"]
     rows = [[*head, "how", "limit"]]
-    entry["limit"] = {form: setting.limit(form) for form in ("none", setting.calibration.gains)}
+    forms = ("none", setting.calibration.gains)
+    entry["limit"] = {form: setting.quality.of(setting.limit(form), setting.denoiser).value for form in forms}
     limit = entry["limit"][setting.calibration.gains]
     started = time.monotonic()
     how = {"labels": setting.labels, "trajectories": options.trajectories, "progress": False}
@@ -283,9 +291,26 @@ def variants(setting: Setting, entry: dict, options) -> list[list[str]]:
 
 def gains(setting: Setting, entry: dict, options) -> list[list[str]]:
     forms = ("none", "least-squares", "sqrt", "response")
-    entry |= {form: setting.limit(form) for form in forms}
+    entry |= {form: setting.quality.of(setting.limit(form), setting.denoiser).value for form in forms}
     entry |= {"chosen": setting.calibration.gains, **setting.calibration.provenance.get("samples", {})}
     return [[*forms, "chosen"], [*(f"{entry[form]:.2f}" for form in forms), setting.calibration.gains]]
+
+
+def ends(setting: Setting, entry: dict, options) -> list[list[str]]:
+    """The limit, ended at more noise than the least that the network knows."""
+    rows = [["noise at the end, over the least", "FD", "less that of the limit", "miss of the data's bands"]]
+    denoiser, calibration = setting.denoiser, setting.calibration
+    data, first = Moments.of(calibration, setting.labels), None
+    for times in (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24):
+        x = setting.limit(calibration.gains, times)
+        distance = setting.quality.of(x, denoiser)
+        first = first or distance
+        miss = math.nan if data is None else data.miss(seen(x, denoiser)).number.value
+        entry[str(times)] = [numbers(distance), numbers(distance.difference(first)), miss]
+        cells = [f"{times:g}", f"{distance.value:.2f}", change(first, distance), f"{miss:.4f}"]
+        rows.append(cells)
+        print(cells, flush=True)
+    return rows
 
 
 PARTS = {
@@ -293,6 +318,7 @@ PARTS = {
     "counts": counts,
     "gains": gains,
     "variants": variants,
+    "ends": ends,
     "fourfold": fourfold,
     "harm": harm,
     "cost": cost,

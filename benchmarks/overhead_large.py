@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ from trueup.process import DiscreteVP
 from trueup.sampling.fitted import plan
 from trueup.sampling.rules import RULES, Grid
 
-from common import finish, table
+from common import finish, median, table
 
 NFE, GUIDANCE, LEVELS = 8, 7.5, 28
 
@@ -127,10 +126,8 @@ def timed(loops: dict[str, Any], device: torch.device, rounds: int) -> dict[str,
             for name in order:
                 taken[name].append(seconds(running[name], device))
     bare = taken.pop("bare")
-    ratios = {name: sorted(a / b for a, b in zip(own, bare, strict=True)) for name, own in taken.items()}
-    half = 0.98 * math.sqrt(len(bare))  # of a median's 95% interval, in ranks
-    ends = [max(0, math.floor(len(bare) / 2 - half)), min(len(bare) - 1, math.ceil(len(bare) / 2 + half))]
-    found = {name: [statistics.median(r), r[ends[0]], r[ends[1]]] for name, r in ratios.items()}
+    ratios = {name: [a / b for a, b in zip(own, bare, strict=True)] for name, own in taken.items()}
+    found = {name: median(of) for name, of in ratios.items()}
     return {"bare seconds a step": statistics.median(bare), **found}
 
 

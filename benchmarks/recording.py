@@ -31,9 +31,8 @@ from trueup.estimate import default_levels, fit, measure
 from trueup.parametrization import Parametrization
 from trueup.process import DiscreteVP
 from trueup.recording import ShallowNetwork
-from trueup.statistics import Number
 
-from common import load_model, numbers, plus_minus, table
+from common import load_model, median, numbers, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from train import build
@@ -232,11 +231,12 @@ def overhead(options: argparse.Namespace) -> None:
         both = [timed(record) for record in ((False, True) if k % 2 else (True, False))]
         pairs.append(both if k % 2 else both[::-1])
     bare, recorded = torch.tensor(pairs, dtype=torch.float64).T
-    ratio, least = Number.mean(recorded / bare), float(recorded.min() / bare.min())
-    print(f"a step takes {1e3 * float(bare.min()):.2f} ms; with update() {plus_minus(ratio)} times as long")
+    (ratio, low, high), least = median((recorded / bare).tolist()), float(recorded.min() / bare.min())
+    print(f"a step takes {1e3 * float(bare.median()):.2f} ms")
+    print(f"with update() {ratio:.4f} ({low:.4f} to {high:.4f}) times as long, by the median of the rounds")
     print(f"least of each: {least:.4f}; {options.rounds} rounds of {options.steps} steps each, in turn")
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    results = {"seconds": float(bare.min()), "ratio": numbers(ratio), "least": least, "device": where}
+    results = {"seconds": float(bare.median()), "ratio": [ratio, low, high], "least": least, "device": where}
     write(options, "overhead", {**results, "batch_size": options.batch_size, "width": options.width})
 
 
@@ -347,8 +347,8 @@ def main() -> None:
 
     q = commands.add_parser("overhead", parents=[trained])
     q.add_argument("--size", type=int, default=32, help="of the images")
-    q.add_argument("--steps", type=int, default=20 if gpu else 1, help="timed together")
-    q.add_argument("--rounds", type=int, default=30 if gpu else 6)
+    q.add_argument("--steps", type=int, default=16 if gpu else 1, help="timed together")
+    q.add_argument("--rounds", type=int, default=40 if gpu else 6)
     q.set_defaults(run=overhead)
 
     q = commands.add_parser("loop", parents=[trained])
