@@ -20,6 +20,7 @@ ranks=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK / ranks > 0 ? SLURM_CPUS_PER_TASK / ranks : 1))}
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or a node that was lost and comes back cannot join the others
 
 srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "$ranks" --max-restarts 3 \
     --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --rdzv-endpoint "$head:$port" \
