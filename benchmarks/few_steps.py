@@ -89,8 +89,10 @@ class Setting:
         """Samples of the many-step limit, from the same noise; times_least: noise at the last evaluation."""
         network = network_for(self.denoiser, self.labels)
         every, parts, size = network.y, [], self.options.batch_size
-        solver = plan(self.denoiser, FINE, Grid(rise=math.log(times_least)), 65, self.labels)
-        assert solver is not None
+        grid, fine = Grid(rise=math.log(times_least)), iter(range(65, 4, -1))
+        solver = None
+        while solver is None:  # whole timesteps may not be so many
+            solver = plan(self.denoiser, FINE, grid, next(fine), self.labels)
         for first in range(0, self.options.samples, size):
             index = torch.arange(first, min(first + size, self.options.samples))
             network.index, network.y = index, None if every is None else every[index % len(every)]

@@ -6,8 +6,8 @@ Machines are stood in for by network namespaces (Linux, root): each has its own 
 working directory, and reaches the other through a virtual cable alone. Two of them calibrate the bundled
 model under one torchrun each, as recipes/slurm.sh starts them. Then everything on the second is killed
 (SIGKILL) half-way: once it comes back, with `--nnodes 2`; once it stays away, with `--nnodes 1:2`. Each
-machine keeps its own run directory, so that a lost one's work is done again. Every file is compared with that of one
-process, byte by byte.
+machine keeps its own run directory, so that a lost one's work is done again. Every file is compared with
+that of one process, byte by byte.
 """
 
 from __future__ import annotations
@@ -81,15 +81,20 @@ def compare(options: argparse.Namespace, folder: Path) -> int:
     for nodes, lost in (("2", False), ("2", True), ("1:2", True)):
         out = folder / f"{nodes}-{lost}"
         start = time.monotonic()
-        job = [Node(name, out, nodes, options.ranks, words, folder / "hosts") for name in NODES]
-        if lost:
-            until(lambda job=job: all(node.keeps(options.ranks) for node in job), 120, job)
-            time.sleep(0.1 * length)
-            job[1].kill()
-            if nodes == "2":
-                time.sleep(2)
-                job[1].start()
-        codes = [node.wait(120) for node in (job if nodes == "2" or not lost else job[:1])]
+        job: list[Node] = []
+        try:
+            job += [Node(name, out, nodes, options.ranks, words, folder / "hosts") for name in NODES]
+            if lost:
+                until(lambda job=job: all(node.keeps(options.ranks) for node in job), 120, job)
+                time.sleep(0.1 * length)
+                job[1].kill()
+                if nodes == "2":
+                    time.sleep(2)
+                    job[1].start()
+            codes = [node.wait(120) for node in (job if nodes == "2" or not lost else job[:1])]
+        finally:
+            for node in job:
+                node.kill()
         took = time.monotonic() - start
         made = [path.read_bytes() for path in out.glob("*/cal")]
         same = not any(codes) and made == [expected]
@@ -118,6 +123,7 @@ class Node:
         self.start()
 
     def start(self) -> None:
+        """As a machine that is switched on."""
         self.process = subprocess.Popen(
             [*self.inside, *self.command], cwd=self.folder, start_new_session=True, **quiet(self.folder)
         )
@@ -127,6 +133,7 @@ class Node:
         return len(list(self.folder.glob("cal.run/*.safetensors"))) >= ranks
 
     def wait(self, seconds: float) -> int:
+        """How it ended, by itself or after so long."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -135,8 +142,9 @@ class Node:
 
     def kill(self) -> None:
         """All of it at once: who is first in a namespace of processes takes the others along."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 def command(*words: object) -> list[str]:

@@ -1,5 +1,12 @@
 """The fused kernel against the operations it stands in for: on a GPU, or in Triton's interpreter."""
 
+import contextlib
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -260,3 +267,117 @@ def test_a_direct_launch_is_handed_addresses(fused, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert ready(output, x_t, t) is None
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("triton", "amd", "expected"),
+    [("3.9.0", False, "tf32x3"), ("3.3.1", False, "tf32x3"), ("3.10.0+git1", False, "tf32x3")]
+    + [("3.2.0", False, "ieee"), ("3.0.0", False, "ieee"), ("3.9.0", True, "ieee")],
+)
+def test_old_triton_and_amd_multiply_without_matrix_units(fused, triton, amd, expected):
+    assert fused.precision(triton, amd) == expected
+
+
+# What Triton makes of the kernel for a GPU that is not there, as it is handed over, down to machine code.
+BUILD = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from trueup.calibration import fused
+
+target, kernel = GPUTarget(*json.loads(sys.argv[1])), fused._correct
+precision = fused.precision(triton.__version__, target.backend == "hip")
+names, images = kernel.arg_names, ("output_at", "x_at", "corrected_at")
+pointers = [name for name in names if name.endswith("_at")]
+aligned = set(pointers) - {"times_at", "knots_at"}
+aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+for height, width in ((8, 64), (64, 64)):
+    constants = {"SEARCH": True, "H": fused._tile(height), "W": fused._tile(width), "PRECISION": precision}
+    types = {name: "*fp16" if name in images else "*fp32" for name in pointers} | {"bands_at": "*i32"}
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in names}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    triton.compile(source, target=target, options={"num_warps": 16 if height > 32 else 4})
+"""
+
+
+@pytest.mark.parametrize("target", [("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)])
+def test_the_kernel_can_be_built_for_gpus(target, tmp_path):
+    """In a process of its own: a compiler that gives up takes that along."""
+    pytest.importorskip("triton", reason="Triton comes with PyTorch on machines with a GPU")
+    if tuple(int(part) for part in version("triton").split(".")[:2]) < (3, 4):
+        pytest.skip("needs a Triton whose compiler is called as this one is")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    path = tmp_path / "build.py"
+    path.write_text(BUILD)
+    command = [sys.executable, path, json.dumps(target)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.fixture
+def launched(fused, monkeypatch):
+    """How often the kernel went through Triton, and how often directly, for which a copy stands in."""
+    count, last = {"triton": 0, "direct": 0}, {}
+    through = fused._launch
+
+    class Compiled:
+        def __getitem__(self, grid):
+            def run(output, x_t, corrected, times, knots, *rest):
+                count["direct"] += 1
+                ctypes.memmove(corrected, last["made"].data_ptr(), last["made"].nbytes)
+
+            return run
+
+    def launch(output, x_t, corrected, t, knots, parts):
+        count["triton"] += 1
+        _, numbers, constants = through(output, x_t, corrected, t, knots, parts)
+        last["made"] = corrected.clone()
+        return Compiled(), numbers, constants
+
+    monkeypatch.setattr(fused, "_launch", launch)
+    monkeypatch.setattr(tables, "_fused_kernel", lambda device, spatial: fused)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return count
+
+
+@pytest.mark.skipif(GPU, reason="stands in for what a GPU does")
+@pytest.mark.parametrize("first", ["good", "unaligned", "not a number"])
+def test_calls_are_launched_directly_whatever_the_first_was(launched, first):
+    hook = CorrectOutput(make((2, 8, 8), kind="velocity", levels=[0.2, 0.6]))
+    output, x_t = torch.randn(2, 2, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+    odd = {"good": output, "unaligned": torch.zeros(1 + output.numel())[1:].view_as(output)}
+    with torch.no_grad():
+        hook.correct(odd.get(first, output * torch.nan), x_t, 0.3)
+        expected = hook.correct(output, x_t, 0.3)  # ready by now, or made so
+        before = launched["triton"]
+        for _ in range(5):
+            assert torch.equal(hook.correct(output, x_t, 0.3), expected) or first == "not a number"
+    assert launched["triton"] == before
+    assert launched["direct"] >= 5
+
+
+@pytest.mark.skipif(GPU, reason="stands in for what a GPU does")
+def test_a_form_that_another_thread_forgets_meanwhile_is_made_again(launched):
+    class Forgetful(dict):
+        def __contains__(self, form):
+            found = super().__contains__(form)
+            self.clear()
+            return found
+
+        def get(self, form, default=None):
+            found = super().get(form, default)
+            self.clear()
+            return found
+
+    hook = CorrectOutput(make((2, 8, 8), kind="velocity", levels=[0.2, 0.6]))
+    output, x_t = torch.randn(2, 2, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = hook.correct(output, x_t, 0.3)
+        hook._launches = Forgetful(hook._launches)
+        for _ in range(3):
+            assert torch.equal(hook.correct(output, x_t, 0.3), expected)

@@ -681,8 +681,8 @@ def test_batches_counted_together_are_those_counted_one_by_one(monkeypatch, inde
     """As on a GPU: copies of a few batches wait, each with its own weight, and whoever asks settles them."""
     how = {"shape": (2, 4, 4), "classes": [0, 1], "half_life": 3}
     alone, together = (trueup.Recorder(DiscreteVP.linear(), "noise", **how) for _ in range(2))
-    generator = torch.Generator().manual_seed(0)
-    for step in range(20):
+    generator, waited = torch.Generator().manual_seed(0), set()
+    for step in range(40):
         rows = 5 + step % 2
         x_t, output, target = torch.randn(3, rows, 2, 4, 4, generator=generator)
         t, y = (torch.randint(n, (rows,), generator=generator) for n in (1000, 2))
@@ -694,7 +694,8 @@ def test_batches_counted_together_are_those_counted_one_by_one(monkeypatch, inde
         for used in (x_t, output, target, t, y):
             used.zero_()  # as a loop may that keeps its tensors
         assert together.rows == alone.rows
-        assert 0 <= len(together._waiting) < 8
+        waited.add(len(together._waiting))
+    assert waited == set(range(recording._TOGETHER))
     assert together._waiting
     for name in ("rows", "first", "second", "data_first", "data_second"):
         one, other = (getattr(made.moments(), name) for made in (alone, together))

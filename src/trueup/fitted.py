@@ -159,7 +159,7 @@ class FittedSolver:
         """What the network said at level i, as eps or x0; in x's precision if output's is lower."""
         on_output, on_x = self._read(i, parametrization)
         if on_x == 0.0:
-            return output.to(x.dtype) * on_output
+            return output.to(torch.promote_types(x.dtype, output.dtype)) * on_output
         return torch.add(x if on_x == 1.0 else x * on_x, output, alpha=on_output)
 
     def _read(self, i: int, parametrization: Parametrization) -> tuple[float, float]:
@@ -185,7 +185,9 @@ class FittedSolver:
             split = zip(*(v.split(rows) for v in (x, *history)), strict=True)
             return torch.cat([self.step(i, one, said) for one, *said in split])
         weights, tables, offset = self._on(i, x, len(history) >= self.memory(i))
-        parts = torch.stack([x, *history[: len(weights) - 1]], 2)  # (B, C, J, *spatial)
+        parts = torch.stack(
+            [x, *(history[back] for back in range(len(weights) - 1))], 2
+        )  # (B, C, J, *spatial)
         # The rule's part is made of pixels: products of matrices may be coarse on a GPU.
         if tables is None or offset is None:
             return (parts * weights).sum(2)

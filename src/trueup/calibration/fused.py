@@ -23,11 +23,23 @@ from torch.autograd import forward_ad
 LARGEST = 64  # pixels along an axis: what two images and two matrices of one program may take
 
 
+def precision(version: str, amd: bool) -> str:
+    """How matrices are multiplied.
+
+    Three products in tf32 are as good as one in float32, and are made by the matrix units. AMD's backend has
+    none, and Triton before 3.3 aborts the process over them at some sizes, which nothing could catch.
+    """
+    newer = tuple(int(part) for part in version.split(".")[:2]) >= (3, 3)
+    return "tf32x3" if newer and not amd else "ieee"
+
+
+_PRECISION = precision(triton.__version__, torch.version.hip is not None)
+
+
 @triton.jit
-def _dct(image, left, right):  # type: ignore[no-untyped-def]
-    # Three products in tf32 are as good as one in float32, and are made by the matrix units.
-    rows = tl.dot(left, image, input_precision="tf32x3")
-    return tl.dot(rows, tl.trans(right), input_precision="tf32x3")
+def _dct(image, left, right, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    rows = tl.dot(left, image, input_precision=PRECISION)
+    return tl.dot(rows, tl.trans(right), input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["times_at", "knots_at"])  # a time or a row may begin anywhere
@@ -57,6 +69,7 @@ def _correct(  # type: ignore[no-untyped-def]
     SEARCH: tl.constexpr,
     H: tl.constexpr,
     W: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     image, channel = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i, j = tl.arange(0, H)[:, None], tl.arange(0, W)[None, :]
@@ -100,8 +113,9 @@ def _correct(  # type: ignore[no-untyped-def]
     )
     on_output, on_input = a, tl.load(knot + 4) * a + tl.load(knot + 5) * d
 
-    delta = constant + on_output * _dct(wide, left, right) + on_input * _dct(x, left, right)
-    back = _dct(delta, tl.trans(left), tl.trans(right))
+    of_output, of_x = _dct(wide, left, right, PRECISION), _dct(x, left, right, PRECISION)
+    delta = constant + on_output * of_output + on_input * of_x
+    back = _dct(delta, tl.trans(left), tl.trans(right), PRECISION)
     made = corrected_at + image * tl.num_programs(1) * height * width + pixel
     tl.store(made, (wide - back).to(output.dtype), mask=inside)
 
@@ -181,7 +195,7 @@ def _launch(
         left.shape[0],
         right.shape[0],
     ]
-    constants = {"SEARCH": t is not None, "H": _tile(height), "W": _tile(width)}
+    constants = {"SEARCH": t is not None, "H": _tile(height), "W": _tile(width), "PRECISION": _PRECISION}
     warps = 16 if max(height, width) > 32 else 4  # 64 x 64 in 4 would spill: 475 us where 16 take 130
     given = (output, x_t, corrected, boundaries if t is None else t, knots, *tables, *numbers)
     kernel = _correct[(output.shape[0], output.shape[1])](*given, **constants, num_warps=warps)
@@ -213,15 +227,15 @@ class Ready:
 
     def __call__(self, output: Tensor, x_t: Tensor, t: Tensor | int) -> Tensor | None:
         """The corrected output; None if this call has to go through Triton. t: times, or a node."""
-        at, x_at = output.data_ptr(), x_t.data_ptr()
-        if (at | x_at) & 15 or torch.cuda.current_device() != self._device:  # compiled for aligned addresses
+        if _askew(output, x_t) or torch.cuda.current_device() != self._device:
             return None
         corrected = torch.empty_like(output, memory_format=torch.contiguous_format)
         if isinstance(t, int):
             times, knots = 0, self._knots + t * self._row
         else:
             times, knots = t.data_ptr(), self._knots
-        self._run(at, x_at, corrected.data_ptr(), times, knots, *self._fixed)
+        addresses = (output.data_ptr(), x_t.data_ptr(), corrected.data_ptr())
+        self._run(*addresses, times, knots, *self._fixed)
         return corrected
 
     @classmethod
@@ -240,7 +254,7 @@ class Ready:
         """From a call like those to come, with the knots of all nodes; None where that cannot be done here.
 
         Triton's own calls may change: what is launched directly must give, to the bit, what `correct` gives.
-        Comparing waits for the GPU, once.
+        Comparing waits for the GPU, once a form.
         """
         tables = (boundaries, constant, slopes, bands, *matrices)
         corrected = torch.empty_like(output, memory_format=torch.contiguous_format)
@@ -253,11 +267,25 @@ class Ready:
                         kernel[(output.shape[0], output.shape[1], 1)], knots, tables, [*numbers, *more]
                     )
                     found = made(output, x_t, t)
-                    if found is not None and torch.equal(found, corrected):
+                    if found is not None and _same_bits(found, corrected):
                         return made
                 except Exception:  # whatever it is, `correct` does the same
                     continue
         return None
+
+
+def can_be_readied(output: Tensor, x_t: Tensor) -> bool:
+    """Whether calls like this one can be launched directly from now on: not while a graph is captured."""
+    return fits(output, x_t) and not _askew(output, x_t) and not torch.cuda.is_current_stream_capturing()
+
+
+def _askew(output: Tensor, x_t: Tensor) -> bool:
+    """Whether one of them begins elsewhere than the kernel was compiled for."""
+    return bool((output.data_ptr() | x_t.data_ptr()) & 15)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))  # also where they are not numbers
 
 
 def _tile(pixels: int) -> int:

@@ -30,7 +30,8 @@ from trueup.statistics import Number
 _HEAVY = 2.0**40  # a weight at which all sums are rescaled: far from where float64 ends
 _CYCLE = 1 << 16  # rows after which dealing begins again: hashing every batch costs as much as adding it
 _APART = 7919  # between the running numbers that ranks begin with
-_TOGETHER, _HELD = 16, 1 << 27  # batches that are counted together on a GPU, and bytes they may take
+# Batches that are counted together on a GPU, and bytes they may take; counting takes twenty times as many.
+_TOGETHER, _HELD = 16, 1 << 26
 
 
 class Recorder:
