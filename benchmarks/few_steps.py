@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,15 +36,16 @@ from trueup.fitting.calibrating import labels_of
 from trueup.fitting.kept import Kept
 from trueup.fitting.moments import Moments, seen
 from trueup.fitting.solve import Fitter, fit_cost
-from trueup.fitting.teacher import FINE
-from trueup.noise import normal
-from trueup.sampling.draw import STARTING_NOISE, as_solver, network_for
-from trueup.sampling.fitted import Fitted, follow, plan
+from trueup.fitting.teacher import Teacher
+from trueup.sampling.draw import as_solver, network_for
+from trueup.sampling.fitted import Fitted, plan
+from trueup.sampling.network import Network
 from trueup.sampling.rules import RULES, Grid
 from trueup.sampling.solver import solvers_for
 
-from common import Quality, change, comparison_parser, finish, load_model, numbers, table
+from common import Quality, change, comparison_parser, finish, load_model, numbers, plus_minus, table
 
+ENDS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24)  # noise at the last evaluation, over the least
 TIME, LOG, KARRAS = Grid("time"), Grid(), Grid(7.0)
 SAMPLERS: list[tuple[str, Any]] = [
     ("ddim", TIME), ("dpm++-2", LOG), ("dpm++-2", KARRAS), ("dpm++-3", TIME), ("dpm++-3", LOG),
@@ -85,21 +87,20 @@ class Setting:
         )
         return found[0].value
 
-    def limit(self, gains: str, times_least: float = 1.0) -> Tensor:
-        """Samples of the many-step limit, from the same noise; times_least: noise at the last evaluation."""
+    def trajectories(self, gains: str, keep: bool = False) -> Iterator[tuple[Network, Teacher]]:
+        """The many-step limit, from the same noise, batch by batch; keep: with the states on the way."""
         network = network_for(self.denoiser, self.labels)
-        every, parts, size = network.y, [], self.options.batch_size
-        grid, fine = Grid(rise=math.log(times_least)), iter(range(65, 4, -1))
-        solver = None
-        while solver is None:  # whole timesteps may not be so many
-            solver = plan(self.denoiser, FINE, grid, next(fine), self.labels)
+        every, size = network.y, self.options.batch_size
         for first in range(0, self.options.samples, size):
             index = torch.arange(first, min(first + size, self.options.samples))
             network.index, network.y = index, None if every is None else every[index % len(every)]
-            noise = normal(0, index, STARTING_NOISE, self.denoiser.shape, self.denoiser.device)
             with Attachment(self.denoiser, self.calibration, gains=gains):
-                parts.append(follow(solver, network, noise))
-        return torch.cat(parts)
+                yield network, Teacher.of(network, 0, intervals=64, keep=keep)
+
+    def limit(self, gains: str) -> float:
+        """Of the many-step limit."""
+        x = torch.cat([made.samples for _, made in self.trajectories(gains)])
+        return self.quality.of(x, self.denoiser).value
 
     def usual(self, name: str, grid, nfe: int):
         """A usual sampler on a usual grid; None where it is not offered."""
@@ -137,8 +138,7 @@ class Setting:
 def full_table(setting: Setting, entry: dict, options) -> list[list[str]]:
     head = ["evaluations", "uncalibrated", "calibrated", "fitted, uncalibrated", "**calibrated, fitted**"]
     rows = [[*head, "how", "limit"]]
-    forms = ("none", setting.calibration.gains)
-    entry["limit"] = {form: setting.quality.of(setting.limit(form), setting.denoiser).value for form in forms}
+    entry["limit"] = {form: setting.limit(form) for form in ("none", setting.calibration.gains)}
     limit = entry["limit"][setting.calibration.gains]
     started = time.monotonic()
     how = {"labels": setting.labels, "trajectories": options.trajectories, "progress": False}
@@ -293,25 +293,35 @@ def variants(setting: Setting, entry: dict, options) -> list[list[str]]:
 
 def gains(setting: Setting, entry: dict, options) -> list[list[str]]:
     forms = ("none", "least-squares", "sqrt", "response")
-    entry |= {form: setting.quality.of(setting.limit(form), setting.denoiser).value for form in forms}
+    entry |= {form: setting.limit(form) for form in forms}
     entry |= {"chosen": setting.calibration.gains, **setting.calibration.provenance.get("samples", {})}
     return [[*forms, "chosen"], [*(f"{entry[form]:.2f}" for form in forms), setting.calibration.gains]]
 
 
 def ends(setting: Setting, entry: dict, options) -> list[list[str]]:
-    """The limit, ended at more noise than the least that the network knows."""
+    """The limit, had it ended at more noise than the least that the network knows."""
     rows = [["noise at the end, over the least", "FD", "less that of the limit", "miss of the data's bands"]]
     denoiser, calibration = setting.denoiser, setting.calibration
     data, first = Moments.of(calibration, setting.labels), None
-    for times in (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24):
-        x = setting.limit(calibration.gains, times)
+    made: dict[float, list[Tensor]] = {times: [] for times in ENDS}
+    for network, fine in setting.trajectories(calibration.gains, keep=True):
+        for times, parts in made.items():
+            lam = fine.lam[-1] - math.log(times)
+            t = network.process.t_of_lam(lam)
+            alpha, sigma = network.process.alpha(t), network.process.sigma(t)
+            x_t = fine.at(float(lam))
+            with torch.inference_mode():
+                parts.append((x_t - sigma * denoiser.eps(x_t, t, network.y)) / alpha)
+    for times, parts in made.items():
+        x = torch.cat(parts)
         distance = setting.quality.of(x, denoiser)
         first = first or distance
-        miss = math.nan if data is None else data.miss(seen(x, denoiser)).number.value
-        entry[str(times)] = [numbers(distance), numbers(distance.difference(first)), miss]
-        cells = [f"{times:g}", f"{distance.value:.2f}", change(first, distance), f"{miss:.4f}"]
-        rows.append(cells)
-        print(cells, flush=True)
+        miss = None if data is None else data.miss(seen(x, denoiser)).number
+        entry[str(times)] = [numbers(number) for number in (distance, distance.difference(first))]
+        entry[str(times)] += [] if miss is None else [numbers(miss)]
+        cells = [f"{times:g}", f"{distance.value:.2f}", change(first, distance)]
+        rows.append([*cells, "" if miss is None else plus_minus(miss)])
+        print(rows[-1], flush=True)
     return rows
 
 
