@@ -284,10 +284,17 @@ def test_more_images_are_added_to_a_run(tmp_path):
 
 
 def test_one_fold_confirms_nothing():
+    x, c = drawn(60, 1, each=1)
+    how = {"levels": LEVELS[::3], "trust": True, "progress": False, "per_embedding": True}
+    moments = measure(denoiser(), trueup.Images(x, labels=c), **how)
+    assert fit(moments.only(0)).conditions is None
+
+
+def test_groups_would_put_one_condition_on_both_sides_of_a_check():
     x, c = drawn(60, 1)
-    images = trueup.Images(x, labels=c, groups=[0] * 60)
-    moments = measure(denoiser(), images, levels=LEVELS[::3], trust=True, progress=False, per_embedding=True)
-    assert fit(moments).conditions is None
+    images = trueup.Images(x, labels=c, groups=torch.arange(60) // 2)
+    with pytest.raises(DataError, match="kept together by groups as well: leave the groups out"):
+        measure(denoiser(), images, levels=LEVELS[::3], trust=True, progress=False, per_embedding=True)
 
 
 def test_embeddings_that_are_not_finite_are_refused():

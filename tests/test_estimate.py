@@ -322,6 +322,39 @@ def test_squared_norm_is_unbiased_and_its_interval_covers(size):
     assert 0.91 < float(covered) < 0.98
 
 
+@pytest.mark.parametrize("common", [0.0, 0.5])
+def test_the_interval_of_nothing_covers_with_folds_of_very_different_size(common):
+    """As groups deal them: sixteen, each 0.7 of the one before; common: of the variance, within a fold."""
+    rows = (100 * 0.7 ** torch.arange(16, dtype=torch.float64)).floor().clamp_min(1)
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(2000, 16, 64, generator=generator, dtype=torch.float64)
+    sums = noise * (rows.square() * common + rows * (1 - common)).sqrt()[:, None]
+    norm = squared_norm(sums @ sums.transpose(1, 2), rows)
+    assert float((norm.low > 0).double().mean()) < 0.04  # 0.025 aimed at
+    assert float(norm.value.mean()) == pytest.approx(0, abs=4 * float(norm.value.std()) / 2000**0.5)
+
+
+def test_folds_that_are_worth_fewer_than_four_say_nothing():
+    rows = torch.tensor([150.0] + 15 * [3.0], dtype=torch.float64)
+    sums = rows[:, None] * torch.ones(16, 8, dtype=torch.float64)
+    assert math.isnan(squared_norm(sums @ sums.T, rows).low)
+    four = torch.full((4,), 7.0, dtype=torch.float64)
+    assert not math.isnan(squared_norm((sums @ sums.T)[:4, :4], four).low)
+
+
+@pytest.mark.parametrize(("run", "more"), [(40, 200), (200, 40)])
+def test_a_better_known_mean_of_the_data_is_no_evidence_of_a_miss(mixture, run, more):
+    """Its error is the same whatever the network says, and must not look like what folds have in common."""
+    exact, surely = mixture.denoiser(PROCESS), 0.0
+    for seed in range(6):
+        data = mixture.sample(run + more, seed)
+        moments = measure(exact, data, images=run, mean_images=more, seed=seed)
+        cal = fit(moments, family="shift")
+        assert cal.correction.empty
+        surely += float((cal.evidence.eta2.low > 0).double().mean()) / 6
+    assert surely < 0.15  # 0.025 of levels, which are alike in a run; half of them before
+
+
 def test_held_out_gains_of_unshrunk_estimates_are_unbiased(mixture):
     """On an ideal denoiser every correction harms by its own size, and the held-out gain must say so."""
     exact, stated, true = mixture.denoiser(PROCESS), 0.0, 0.0

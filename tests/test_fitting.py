@@ -27,7 +27,7 @@ from trueup.fitting.regress import fitted, regression, restored
 from trueup.fitting.samplers import Row, Samplers
 from trueup.fitting.search import TRIED, error_between, grids, search, search_cost
 from trueup.fitting.solve import Fitter, Judged
-from trueup.fitting.teacher import Teacher
+from trueup.fitting.teacher import Teacher, deal
 from trueup.hf import as_denoiser
 from trueup.noise import normal
 from trueup.parametrization import Parametrization
@@ -209,15 +209,53 @@ def test_a_network_of_whole_timesteps_is_asked_at_these_alone():
     assert all(isinstance(t, int) for t in told)
     assert torch.equal(made.t, made.t.round())
     assert made.evidence["error"] < 0.2
+    short = trueup.Denoiser(Tabled(60), respaced(60), "noise", (1, 8, 8))
     with pytest.raises(
-        TrueupError, match=r"its fine solver has (\d+) of them: choose fewer evaluations, not 300"
+        TrueupError, match=r"its fine solver has (\d+) of them: choose fewer evaluations, not 70"
     ):
-        fit_solver(denoiser, nfe=[4, 300], trajectories=32, **QUIET)
-    with pytest.raises(TrueupError, match="choose fewer evaluations, not 100"):
-        samplers(denoiser, nfe=[4, 100], trajectories=8, **QUIET)
+        fit_solver(short, nfe=[4, 70], trajectories=32, **QUIET)
+    with pytest.raises(TrueupError, match="choose fewer evaluations, not 70"):
+        samplers(short, nfe=[4, 70], trajectories=8, **QUIET)
     few = trueup.Denoiser(Tabled(4), processes.DiscreteVP.linear(steps=4), "noise", (1, 8, 8))
     with pytest.raises(TrueupError, match="knows too few timesteps for a fine solver"):
         fit_solver(few, nfe=3, trajectories=32, **QUIET)
+
+
+def respaced(steps):
+    """So many of DDPM's thousand timesteps."""
+    kept = torch.linspace(0, 999, steps).round().long()
+    return processes.DiscreteVP(processes.DiscreteVP.linear().alphas_cumprod[kept])
+
+
+@pytest.mark.parametrize(
+    ("process", "size"),
+    [
+        (processes.DiscreteVP.cosine(), 1e-5),  # its last two timesteps are 3.5 apart in lam
+        (processes.DiscreteVP.cosine(100), 1e-5),
+        (respaced(100), 1e-3),
+        (respaced(20), 0.03),
+    ],
+    ids=["cosine", "cosine of 100", "100 of 1,000", "20 of 1,000"],
+)
+def test_the_limit_at_whole_timesteps_is_that_of_the_flow(process, size):
+    """Gaussian data, whose flow scales every coefficient, to the last timestep and what is expected there."""
+    bands = Bands((8, 8))
+    v = 0.25 / (1 + bands.index.double()) ** 1.5  # (8, 8)
+
+    def ideal(x, t):
+        alpha, sigma = process.scales(t.double().round(), x.double())
+        return bands.idct(sigma * bands.dct(x.double()) / (alpha**2 * v + sigma**2)).to(x)
+
+    denoiser = trueup.Denoiser(ideal, process, "noise", (1, 8, 8), data_range=None)
+    assert denoiser.takes_whole_times_only()
+    network = network_for(denoiser, None)
+    deal(network, 64, 5)
+    found = Teacher.of(network, 5)
+    (a0, s0), (a1, s1) = ((process.alpha(t), process.sigma(t)) for t in (process.t_min, process.t_max))
+    left = ((a0**2 * v + s0**2) / (a1**2 * v + s1**2)).sqrt() * a0 * v / (a0**2 * v + s0**2)
+    exact = bands.idct(left * bands.dct(found.noise.double()))
+    assert float(whitened(bands, found.samples, exact).mean()) < size
+    assert len(found.lam) == len(found.lam.unique())
 
 
 NONSENSE = {

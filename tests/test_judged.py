@@ -8,6 +8,7 @@ import torch
 
 import trueup
 from trueup.analytic import GaussianMixture
+from trueup.bands import Bands, band_variance
 from trueup.calibration.evidence import SampleEvidence
 from trueup.errors import DataError, TrueupError
 from trueup.fitting import gains, judge
@@ -47,6 +48,20 @@ def judged(samples, bound=0.5, **changes):
     cal.evidence.bound_gain = Number.of(bound, 0.1, 16)
     cal.provenance["samples"] = samples
     return cal
+
+
+@pytest.mark.parametrize("size", [1e-3, 2e-3])
+def test_grain_that_nobody_sees_in_what_never_changes_is_no_miss(size):
+    """A channel that is the same in all images, and a quarter of a grey level of noise or less on it."""
+    bands, generator = Bands((8, 8)), torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 400, 2, 8, 8, generator=generator, dtype=torch.float64) * 0.5
+    x[:, 1], y[:, 1] = 0.3, 0.3 + size * y[:, 1] / 0.5
+    z = bands.dct(x).flatten(2)
+    variance = band_variance(bands, z, bands.sum(z.square()), torch.ones(400).double())[0].clamp_min(1e-8)
+    miss = Moments(bands, z.mean(0), variance, 400).miss(y).number
+    assert miss.high < 0.05  # what is material; 23 and 96 nats before
+    y[:, 1] += 0.1  # and what anybody sees is
+    assert Moments(bands, z.mean(0), variance, 400).miss(y).number.low > 0.05
 
 
 def test_samples_that_surely_get_closer():

@@ -189,7 +189,7 @@ def effective_folds(rows: Tensor) -> Tensor:
     return rows.sum(0).square() / rows.square().sum(0).clamp_min(1e-300)
 
 
-def threshold(sigmas: float, folds: int) -> float:
+def threshold(sigmas: float, folds: float) -> float:
     """What a t statistic from `folds` folds must exceed to be as surprising as a normal `sigmas`."""
     return student_quantile(0.5 * (1 + math.erf(sigmas / math.sqrt(2))), max(folds - 1, 1))
 
@@ -224,8 +224,9 @@ def squared_norm(gram: Tensor, rows: Tensor) -> Number:
     value = (gram * off).sum((-2, -1)) / (pairs * off).sum((-2, -1))
     h = gram / pairs * off
     row = h.sum(-1)
-    z = _quantile(folds)
-    known, folds = folds >= 4, folds.clamp_min(4)
+    worth = effective_folds(rows.movedim(-1, 0)).expand(folds.shape)
+    z = _quantile(worth)
+    known, folds = worth > 4 - 1e-9, folds.clamp_min(4)  # 4 that differ in size are worth fewer
     wide = folds[..., None, None]
     centred = h - (row[..., :, None] + row[..., None, :]) / (wide - 2)
     centred = (centred + row.sum(-1)[..., None, None] / ((wide - 1) * (wide - 2))) * off
@@ -233,7 +234,9 @@ def squared_norm(gram: Tensor, rows: Tensor) -> Number:
     scatter = (row - row.sum(-1, keepdim=True) / folds[..., None]) * present
     spread = scatter.square().sum(-1) / (folds - 1) / (folds - 2) ** 2
     signal = (spread - noise / (folds - 2)).clamp_min(0.0)  # eta' Sigma eta of a fold mean
-    floor = 2 * noise / (folds * (folds - 1))
+    # What chance makes of the estimate itself, which weighs pairs of folds by their rows.
+    weighed = (pairs * centred).square().sum((-2, -1)) / (pairs * off).sum((-2, -1)).square()
+    floor = 2 * weighed * (folds - 1) / (folds - 3)
     # The variance grows with |eta|^2 itself, so the interval solves for the sizes that would not be surprised
     # by the value seen, as Wilson's does for a proportion.
     slope = signal / folds / torch.maximum(value, floor.sqrt()).clamp_min(1e-300)

@@ -11,7 +11,7 @@ from torch import Tensor
 from trueup.calibration import Correction
 from trueup.estimate.moments import Moments
 from trueup.estimate.shrink import kernel_weights
-from trueup.statistics import threshold
+from trueup.statistics import effective_folds, threshold
 
 SIGMAS = 1.5  # how sure held-out images must be, in normal standard deviations, before anything is kept
 SMALL_SAMPLE = 30.0  # the statistics of few images have heavy tails: SIGMAS + SMALL_SAMPLE / images
@@ -81,7 +81,7 @@ def confirmed_scale(held: HeldOut, moments: Moments, *, varying: bool = False) -
     takes off: a fold is then expected to have its share of the sum of squares, not of the samples.
     """
     rows = moments.rows[0]  # (F, L)
-    n, folds = rows.sum(0), (rows > 0).sum(0)
+    n, folds = rows.sum(0), effective_folds(rows)
     share = (rows / n)[..., None]  # (F, L, 1)
     # Without a true correction, what fold f gains from g and g from f is one number seen twice: the 2.
     inflate = 2 / (1 - share.square().sum(0))  # (L, 1)

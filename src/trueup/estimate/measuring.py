@@ -68,9 +68,10 @@ def measure(
     so many more are read, without being run through the network, to know the data's mean better (the x0
     control of equation 16). classes: keep the sums of these labels apart; where the network's null label is
     one of them, every image is also run with that. per_embedding: keep sums of what the conditions say, which
-    are embeddings; images of one condition then share a fold, unless `Images` has groups. run: a directory
-    that keeps what was measured: called again, it goes on from there, and with more images it adds to them. A
-    network that seems to be used wrongly is refused, unless `trust`. Images that occur twice count once.
+    are embeddings; images of one condition then share a fold, so that `Images` may have no groups. run: a
+    directory that keeps what was measured: called again, it goes on from there, and with more images it adds
+    to them. A network that seems to be used wrongly is refused, unless `trust`. Images that occur twice count
+    once.
 
     share: (k, n), measure the k-th of n shares of the images and nobody else's; `trueup.estimate.merge` adds
     them. The ranks of a job that work together (`trueup.distributed.together`) each measure a part, and all
@@ -89,6 +90,9 @@ def measure(
     if not isinstance(mean_images, int) or mean_images < 0:
         raise DataError(f"mean_images is a whole number of at least 0, not {mean_images!r}")
     images = as_images(data, IMAGES)
+    if per_embedding and images.groups is not None:
+        problem = "images with one embedding are kept together, and cannot be kept together by groups as well"
+        raise DataError(problem, "leave the groups out")
     if run is not None and images.index is None:
         images = replace(images, index=Path(run) / SHARDS)
     samples, process = open_images(images, denoiser), denoiser.process
@@ -258,7 +262,7 @@ def _measure(
                 raise DataError(NEEDS_LABELS)
             if not len(moments.indices):
                 check_responds(denoiser, batch, seed)
-            if moments.conditions is not None and batch.y is not None and samples.images.groups is None:
+            if moments.conditions is not None and batch.y is not None:
                 batch = replace(batch, group=keys(denoiser.embedding(batch.y)))
             _bind(denoiser, moments, batch.y)
             add_batch(moments, denoiser, batch, seed)

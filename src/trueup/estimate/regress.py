@@ -124,7 +124,7 @@ class Mean:
     value: Tensor  # (L, C, K)
     variance: Tensor  # (L, C, bands), of one coefficient's mean
     combination: Tensor  # (3, L, C, bands)
-    offset: Tensor  # (L, C, K), known; value = mean of the combination + offset
+    known: Tensor  # (L, C, bands); value = mean of the combination + known x mean of all x0
 
 
 def mean_residual(centred: Centred, estimator: str, a: Tensor, d: Tensor) -> Mean:
@@ -158,10 +158,9 @@ def mean_residual(centred: Centred, estimator: str, a: Tensor, d: Tensor) -> Mea
 
     def controlled(share: Tensor) -> Mean:
         of_x0 = share * on_x0
-        offset = moments.bands.spread(of_x0) * data_mean
-        mean = _mean(centred, paired - share * on_eps * eps - of_x0 * x0, offset, share)
-        mean.variance = mean.variance + of_x0.square() * x0_variance
-        return mean
+        mean = _mean(centred, paired - share * on_eps * eps - of_x0 * x0, share)
+        value = mean.value + moments.bands.spread(of_x0) * data_mean
+        return Mean(value, mean.variance + of_x0.square() * x0_variance, mean.combination, of_x0)
 
     enough = (n - 4.0).round() >= 0  # samples, to fit two controls to
     regressed = controlled(enough.to(n).expand_as(on_eps))
@@ -171,18 +170,15 @@ def mean_residual(centred: Centred, estimator: str, a: Tensor, d: Tensor) -> Mea
     return controlled(enough * torch.sigmoid(_SHARPNESS * log_ratio))
 
 
-def _mean(
-    centred: Centred, combination: Tensor, offset: Tensor | float = 0.0, controls: Tensor | float = 0.0
-) -> Mean:
+def _mean(centred: Centred, combination: Tensor, controls: Tensor | float = 0.0) -> Mean:
     """The mean of a combination; `controls`: how much of two coefficients per band was fitted."""
     sizes = centred.moments.bands.sizes.to(torch.float64)
     freedom = (centred.n - 1.0 - controls * 2.0 / sizes).clamp_min(1.0)
     residual = centred.unit(RESIDUAL)
     power = torch.maximum(centred.dot(combination, combination), _PRECISION * centred.dot(residual, residual))
     power = power.clamp_min(0.0) + _PRECISION**2 * centred.residual_power  # not zero even for constants
-    value = centred.mean_of(combination)
-    offset = torch.zeros_like(value) + offset
-    return Mean(value + offset, power / (centred.n * sizes) / freedom, combination, offset)
+    variance = power / (centred.n * sizes) / freedom
+    return Mean(centred.mean_of(combination), variance, combination, torch.zeros_like(variance))
 
 
 def divide(top: Tensor, bottom: Tensor) -> Tensor:

@@ -112,8 +112,16 @@ def _shift(centred: Centred, images: int) -> Mean:
 
 
 def _summed(centred: Centred, mean: Mean) -> Tensor:
-    """Fold sums of a residual less its known-mean controls, (F, L, C, K)."""
-    return centred.fold_sums(mean.combination) + centred.rows[:, :, None, None] * mean.offset
+    """Fold sums of a residual less its known-mean controls, (F, L, C, K).
+
+    What is known of the data's mean is known of each fold's own images: were it known of all of them, every
+    fold would share its error, and products of different folds would take that for a residual.
+    """
+    moments = centred.moments
+    first, rows = moments.data_first.sum(0), moments.data_rows.sum(0)[:, None, None]
+    own = divide(first, rows.expand_as(first))  # (F, C, K)
+    known = centred.rows[:, :, None, None] * moments.bands.spread(mean.known) * own[:, None]
+    return centred.fold_sums(mean.combination) + known
 
 
 def known_residual(centred: Centred, images: int) -> Tensor:
@@ -271,7 +279,7 @@ def _noisy_mean(mean: Mean, centred: Centred) -> Noisy:
     """The map, band by band; a band's coefficients and channels are the columns."""
     moments = centred.moments
     rows = centred.rows[:, :, None, None]
-    deviations = centred.fold_sums(mean.combination) + rows * (mean.offset - mean.value)  # (F, L, C, K)
+    deviations = _summed(centred, mean) - rows * mean.value  # (F, L, C, K)
     sd = mean.variance.mean(1).clamp_min(1e-300).sqrt()  # (L, bands)
     # Sums of rows_f samples: divided by their own standard deviation they are of size one.
     size = (rows * centred.n).sqrt() * sd[:, None, :]

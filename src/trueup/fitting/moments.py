@@ -20,6 +20,7 @@ from trueup.stored import digest_of
 FOLDS = 16
 _AT_ONCE = 2**23  # values
 _LEAST = 1e-8  # variance of a coefficient that never changes: far below what 8 bits can tell
+GRAIN = 1e-4  # of the variance of a pixel: noise of a hundredth of the contrast, which nobody sees
 
 
 def seen(x: Tensor, denoiser: Denoiser) -> Tensor:
@@ -41,6 +42,12 @@ def dct_of(bands: Bands, x: Tensor) -> Tensor:
 def channels_at_once(x: Tensor) -> int:
     """How many channels of (n, C, *spatial) to work on together: they have no part in each other."""
     return max(1, min(x.shape[1], x.shape[1] * _AT_ONCE // max(x.numel(), 1)))
+
+
+def grain(bands: Bands, variance: Tensor) -> Tensor:
+    """What nobody sees of the variance of a coefficient, from those of all bands (C, bands)."""
+    share = bands.sizes.to(variance) / bands.sizes.sum()
+    return GRAIN * (variance * share).sum(1).mean()
 
 
 @dataclass(eq=False, repr=False)
@@ -91,8 +98,10 @@ class Moments:
             mean = first / count
             variance = (second / count - self.bands.sum(mean.square())) / sizes * (count / (count - share))
             off = self.bands.sum((mean - self.mean).square()) / sizes - self.variance * share / self.images
-            ratio = (variance / self.variance).clamp_min(1e-6)
-            return (0.5 * off / self.variance + 0.5 * (ratio - 1 - ratio.log())).mean()
+            unseen = grain(self.bands, self.variance)  # on both, or a band that hardly varies decides for all
+            known = self.variance + unseen
+            ratio = ((variance + unseen) / known).clamp_min(1e-6)
+            return (0.5 * off / known + 0.5 * (ratio - 1 - ratio.log())).mean()
 
         whole = nats(first.sum(0), second.sum(0), rows.sum())
         without = [
@@ -127,7 +136,7 @@ def whitened(bands: Bands, x: Tensor, limit: Tensor, among: Tensor | None = None
     spread = (limit if among is None else among).split(count, 1)
     power = torch.cat([bands.sum_all(dct_of(bands, part).var(0)) for part in spread])
     variance = power / bands.sizes.to(power)  # (C, bands)
-    variance = variance.clamp_min(1e-6 * variance.mean().clamp_min(_LEAST))
+    variance = variance.clamp_min(grain(bands, variance).clamp_min(_LEAST))
     total = torch.zeros((), dtype=variance.dtype)
     for part, goal, known in zip(
         x.split(count, 1), limit.split(count, 1), variance.split(count), strict=True

@@ -11,12 +11,13 @@ from torch import Tensor
 from trueup.errors import ModelError
 from trueup.noise import normal
 from trueup.sampling.draw import STARTING_NOISE
-from trueup.sampling.fitted import follow, plan
+from trueup.sampling.fitted import at_times, follow
 from trueup.sampling.network import Network
 from trueup.sampling.rules import Grid, Rule
 
 INTERVALS = 32
 FINE = Rule("fine", "eps", 3)
+_FEWEST = 5  # evaluations of a fine solver
 _ON_DEVICE = 2**30  # bytes of states that stay where the network is
 MOST = 1e6  # beyond all data: what is fitted to it could not be kept
 
@@ -59,12 +60,12 @@ class Teacher:
         denoiser, index = network.denoiser, network.index
         assert index is not None
         noise = normal(seed, index, STARTING_NOISE, denoiser.shape, denoiser.device)
-        solver = None
-        while solver is None:  # whole timesteps may not be so many
-            if intervals < 4:
-                raise NoLimit("the network knows too few timesteps for a fine solver")
-            solver = plan(denoiser, FINE, Grid(), intervals + 1, network.y)
-            intervals -= 1
+        t = Grid().times(denoiser.process, intervals + 1)
+        if denoiser.takes_whole_times_only(network.y):  # where they lie far apart, several levels are one
+            t = denoiser.process.snap(t).unique().flip(0)
+        if len(t) < _FEWEST:
+            raise NoLimit("the network knows too few timesteps for a fine solver")
+        solver = at_times(denoiser, FINE, t, FINE.name)
         if solver.nfe <= finer_than:
             known = f"the network knows whole timesteps alone, and its fine solver has {solver.nfe} of them"
             raise NoLimit(f"{known}: choose fewer evaluations, not {finer_than}")

@@ -52,18 +52,23 @@ def plan(
     denoiser: Denoiser, rule: Rule, grid: Grid, nfe: int, y: Any = None, guidance: float = 1.0
 ) -> FittedSolver | None:
     """A rule on a grid, nothing fitted yet; None if whole timesteps coincide."""
-    process, bands = denoiser.process, Bands.of(denoiser.shape)
-    t = grid.times(process, nfe)
+    t = grid.times(denoiser.process, nfe)
     if denoiser.takes_whole_times_only(y):
-        t = process.snap(t)
+        t = denoiser.process.snap(t)
     if not (t.diff() < 0).all():
         return None
+    return at_times(denoiser, rule, t, f"{rule.name}, {grid.name}", guidance)
+
+
+def at_times(denoiser: Denoiser, rule: Rule, t: Tensor, base: str, guidance: float = 1.0) -> FittedSolver:
+    """A rule at falling times, nothing fitted yet; base: what to call it."""
+    process, bands, nfe = denoiser.process, Bands.of(denoiser.shape), len(t)
     levels, one = Levels.at(process, t), torch.ones(1, dtype=torch.float64)
     alpha, sigma = torch.cat([levels.log_alpha.exp(), one]), torch.cat([levels.sigma, 0 * one])
     nothing = torch.zeros(nfe, 1 + MEMORY, denoiser.shape[0], bands.count, dtype=torch.float64)
     offset = torch.zeros(nfe, denoiser.shape[0], bands.length, dtype=torch.float64)
-    told, origin = network_times(process, t), {"base": f"{rule.name}, {grid.name}"}
-    weights = rule.weights(levels)
+    told, weights = network_times(process, t), rule.weights(levels)
+    origin = {"base": base}
     return FittedSolver(
         nfe, told, alpha, sigma, rule.history, weights, bands, nothing, offset, guidance, provenance=origin
     )
