@@ -62,6 +62,10 @@ def misused():
     return trueup.Denoiser(Network(), None, "noise", SHAPE)
 
 
+def flow():
+    return trueup.Denoiser(Network(), trueup.process.Flow(reversed=True), "flow", SHAPE)
+
+
 ready = make_denoiser()
 nothing = None
 """
@@ -109,6 +113,13 @@ def test_a_function_or_an_object_of_a_file_is_a_model(code, images, tmp_path, na
     )
     assert drawn.returncode == 0, drawn.stderr
     assert "running" not in drawn.stderr  # --quiet
+
+
+@pytest.mark.parametrize("solver", ["unipc", "flow-euler"])
+def test_solvers_of_diffusers_take_networks_of_any_noise(code, tmp_path, solver):
+    how = ("-n", 2, "--nfe", 4, "--solver", solver, "--quiet", "-o", tmp_path / "s.npz")
+    drawn = trueup_command("sample", f"{code}:flow", *how)
+    assert drawn.returncode == 0, drawn.stderr
 
 
 def test_in_a_process_of_its_own_and_from_beside_the_file(code, images, tmp_path):

@@ -205,6 +205,30 @@ def test_a_flow_the_other_way_round(ema, batch, sign, backwards, words):
         assert "reversed_flow" in str(found.problem)
 
 
+@pytest.mark.parametrize(
+    ("process", "prediction", "words"),
+    [
+        (Flow(reversed=True), "flow", "fit a reversed_flow prediction, not flow"),
+        (Flow(), "reversed_flow", "counts time from noise to data"),
+        (Flow(reversed=True), "noise", "fit a reversed_flow prediction, not noise"),
+    ],
+)
+def test_a_mistake_is_named_though_nothing_denoises_better_than_a_linear_filter(process, prediction, words):
+    """Gaussian data: used rightly, the ideal network is a linear filter, which 32 images know roughly."""
+    data = trueup.analytic.GaussianMixture(torch.zeros(1, 1, 12, 12), 0.5)
+    inner = data.denoiser(Flow(), "reversed_flow").network
+
+    def net(x_t, t):
+        return inner(x_t, 1 - t)
+
+    for seed in range(5):
+        batch = next(Samples(data.sample(32, seed), (1, 12, 12), None).batches(32))
+        right = trueup.Denoiser(net, Flow(reversed=True), "reversed_flow", (1, 12, 12), data_range=None)
+        assert diagnose(right, batch).problem is None
+        wrong = trueup.Denoiser(net, process, prediction, (1, 12, 12), data_range=None)
+        assert words in str(diagnose(wrong, batch).problem)
+
+
 def test_python_refuses_misuse_too(ema):
     """Offered a calibration before: only the command line looked."""
     wrong = used(ema.network, parametrization="velocity")

@@ -67,7 +67,7 @@ def test_grain_that_nobody_sees_in_what_never_changes_is_no_miss(size):
 def test_samples_that_surely_get_closer():
     cal = judged(told())
     assert cal.verdict().startswith("miscalibrated: correcting it lowers the denoising loss")
-    said = "Samples get closer to the data: they miss it by 0.2 -> 0.05 nats a coefficient"
+    said = "Samples get closer to the data: they miss its bands by 0.2 -> 0.05 nats a coefficient"
     assert cal.verdict().endswith(f"{said} (a change of -0.17 to -0.13).")
     assert "trueup evaluate" not in cal.verdict()
     lines = cal.summary().splitlines()
@@ -81,12 +81,14 @@ def test_samples_that_surely_get_closer():
 
 
 def test_a_miss_below_zero_is_none():
-    assert "they miss it by 0.2 -> 0 nats" in judged(told(after=-0.001)).verdict()
+    assert "they miss its bands by 0.2 -> 0 nats" in judged(told(after=-0.001)).verdict()
 
 
 def test_samples_that_may_have_been_lucky_come_with_advice():
     cal = judged(told(after=0.19))
-    said = "Samples do not surely get closer to the data: they miss it by 0.2 -> 0.19 nats a coefficient"
+    said = (
+        "Samples do not surely get closer to the data: they miss its bands by 0.2 -> 0.19 nats a coefficient"
+    )
     assert f"{said} (a change of -0.03 to +0.01). " in cal.verdict()
     assert cal.verdict().endswith("More images or more steps may help.")
     assert "--nfe" not in cal.verdict()  # it may have been given

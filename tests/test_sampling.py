@@ -118,6 +118,16 @@ def test_a_carried_solver_agrees_with_the_exact_flow(kind):
     assert float((ours - theirs).abs().max()) < 0.05 * STD
 
 
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("name", ["unipc", "dpm++2m"])
+def test_a_solver_that_was_made_of_a_name_is_what_the_name_is(kind, name):
+    """The command line makes it once, to say early what cannot work, and hands it on."""
+    denoiser = exact_for(kind)
+    made = as_solver(as_solver(name, denoiser), denoiser)
+    by_name, handed = (trueup.sample(denoiser, 4, solver=solver, nfe=8) for solver in (name, made))
+    assert torch.equal(by_name, handed)
+
+
 class Halves(Solver):
     """A solver of somebody else: two steps of DDIM, by hand."""
 

@@ -102,9 +102,9 @@ class SampleEvidence:
         moved = f"{max(before.value, 0.0):.2g} -> {max(self.misses[gains].value, 0.0):.2g} {_MISS}"
         sure = "" if math.isnan(change.low) else f" (a change of {change.low:+.2g} to {change.high:+.2g})"
         if change.sign < 0:
-            return f"Samples get closer to the data: they miss it by {moved}{sure}."
+            return f"Samples get closer to the data: they miss its bands by {moved}{sure}."
         return (
-            f"Samples do not surely get closer to the data: they miss it by {moved}{sure}. "
+            f"Samples do not surely get closer to the data: they miss its bands by {moved}{sure}. "
             "More images or more steps may help."
         )
 

@@ -29,6 +29,7 @@ Change = Callable[[Tensor], Tensor]
 _LAM = (1.5, 0.5, -0.5, -1.5)  # where networks are far better than filters
 _SURE = 4.0  # standard errors of the paired difference before a mistake is named
 _LEAST = 0.985  # and the share of the loss it must come down to
+_EXPLAINED, _NEARLY = 0.9, 0.2  # of a score beyond 1 that a mistake must explain, and what may be left
 _LATENT_SCALES = {0.18215: "Stable Diffusion 1 and 2", 0.13025: "Stable Diffusion XL"}
 FEWEST = 8  # with fewer nothing is sure
 IMAGES = 32  # enough to tell mistakes apart
@@ -83,12 +84,13 @@ def diagnose(denoiser: Denoiser, batch: Batch, *, flip: bool = False) -> Diagnos
         as_given = _evaluate(denoiser, batch, process)
         given = as_given(parametrization)
         best, problem = given, None
+        most = _bound(given)
         for guess in _hypotheses(denoiser, batch.x0):
             evaluated = as_given  # perhaps only read differently
             if guess.transform is not _same or guess.time is not _same or guess.process is not process:
                 evaluated = _evaluate(denoiser, batch, guess.process, guess.transform, guess.time)
             tried = evaluated(guess.parametrization)
-            if tried.mean() < min(1.0, float(best.mean())) and _surely_better(tried, given):
+            if tried.mean() < min(most, float(best.mean())) and _surely_better(tried, given):
                 best, problem = tried, guess.mistake
         mirrored = None
         if denoiser.data_range is not None and batch.x0.ndim == 4 and not flip:
@@ -99,13 +101,28 @@ def diagnose(denoiser: Denoiser, batch: Batch, *, flip: bool = False) -> Diagnos
             result.problem = ModelError("the network denoises these images better mirrored", "mirror them")
         elif not _surely_better(given, mirrored) and abs(mirrored.mean() / given.mean() - 1) < 0.03:
             result.hints.append("mirrored images are denoised as well: flip them, if it was trained so")
-    error = float(given.std()) / len(given) ** 0.5
-    if result.problem is None and result.score - _SURE * error > 1.0:
+    if result.problem is None and _surely_worse_than_linear(given):
+        advice = "are they what it was trained on, and are these its weights and its scheduler?"
         result.problem = ModelError(
             "the network denoises these images surely worse than a linear filter made from them",
-            "are they what it was trained on, and are these its weights and its scheduler?",
+            f"{advice} One that is young or merely far off gains the most",
         )
     return result
+
+
+def _surely_worse_than_linear(given: Tensor) -> bool:
+    return float(given.mean() - _SURE * given.std() / len(given) ** 0.5) > 1.0
+
+
+def _bound(given: Tensor) -> float:
+    """What a mistake's score must be below: 1, that of a linear filter.
+
+    A weak network, or one of data that nothing but a linear filter can denoise, comes no lower when used
+    rightly. Where it is refused as given, it is enough that a mistake explains nine tenths of why.
+    """
+    if not _surely_worse_than_linear(given):
+        return 1.0
+    return 1.0 + min(_NEARLY, (1 - _EXPLAINED) * (float(given.mean()) - 1))
 
 
 def _surely_better(tried: Tensor, given: Tensor) -> bool:

@@ -28,7 +28,7 @@ class SchedulerSolver(Solver):
     """A diffusers scheduler, by instance. The one given is never changed.
 
     exact: the network is told the very times the scheduler has, as in diffusers' own loops; else times within
-    the range it was trained on.
+    the range it was trained on, of the same noise, and its answers are translated for the scheduler.
     """
 
     name = ""  # what it was asked for by, or its class
@@ -53,7 +53,9 @@ class SchedulerSolver(Solver):
         return f"{type(self.scheduler).__name__}({', '.join(f'{k}={config[k]!r}' for k in sorted(config))})"
 
     def check(self, denoiser: Denoiser) -> None:
-        """Raise unless the scheduler was made for a network like this."""
+        """Raise unless the scheduler was made for a network like this, or is translated for it."""
+        if not self.exact:
+            return
         ours, theirs = self.parametrization, denoiser.parametrization
         if ours != theirs:
             made_for = f"networks that predict {ours.name}, this one predicts {theirs.name}"
