@@ -172,11 +172,13 @@ def test_a_killed_run_goes_on_and_ends_the_same(model, images, tmp_path):
 
 
 @signals
-def test_ctrl_c_says_how_to_go_on(model, images, tmp_path):
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_whoever_is_stopped_says_how_to_go_on(model, images, tmp_path, name, code):
+    """By Ctrl-C, or by a scheduler that wants the machine for another."""
     out = tmp_path / "x"
-    command = ["calibrate", model, "--data", images, "--trust", "--batch-size", 4, "-o", out]
-    done = stopped("SIGINT", *command)
-    assert done.returncode == 130
+    command = ["calibrate", model, "--data", images, "--trust", "--batch-size", 4, "--no-samples", "-o", out]
+    done = stopped(name, *command)
+    assert done.returncode == code
     assert "interrupted" in done.stderr.splitlines()[-1]
     assert "run the same command again" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr

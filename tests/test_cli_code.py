@@ -66,6 +66,10 @@ def flow():
     return trueup.Denoiser(Network(), trueup.process.Flow(reversed=True), "flow", SHAPE)
 
 
+def spectra():
+    return trueup.Denoiser(Network(), trueup.process.DiscreteVP.linear(), "noise", SHAPE, data_range=None)
+
+
 ready = make_denoiser()
 nothing = None
 """
@@ -120,6 +124,14 @@ def test_solvers_of_diffusers_take_networks_of_any_noise(code, tmp_path, solver)
     how = ("-n", 2, "--nfe", 4, "--solver", solver, "--quiet", "-o", tmp_path / "s.npz")
     drawn = trueup_command("sample", f"{code}:flow", *how)
     assert drawn.returncode == 0, drawn.stderr
+
+
+@pytest.mark.parametrize("out", ["grid.png", "folder"])
+def test_what_is_no_picture_is_said_before_anything_is_drawn(code, tmp_path, out):
+    drawn = trueup_command("sample", f"{code}:spectra", "-n", 2, "--nfe", 4, "-o", tmp_path / out, "--quiet")
+    assert drawn.returncode == 2
+    assert drawn.stderr.endswith("samples of shape (1, 8, 8) are not pictures: write them to a .npz file\n")
+    assert not list(tmp_path.glob(f"{out}*"))
 
 
 def test_in_a_process_of_its_own_and_from_beside_the_file(code, images, tmp_path):

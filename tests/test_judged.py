@@ -64,6 +64,18 @@ def test_grain_that_nobody_sees_in_what_never_changes_is_no_miss(size):
     assert Moments(bands, z.mean(0), variance, 400).miss(y).number.low > 0.05
 
 
+def test_levels_that_surely_miss_and_are_left_alone_are_said_to_be():
+    cal = judged(told())
+    sure, none = Number.of(0.16 + 0 * cal.t, 0.01 + 0 * cal.t, 16), Number.of(0 * cal.t, 0 * cal.t, 16)
+    said = "miss something for sure, of which held-out images confirm no correction: more images may"
+    cal.evidence.eta2 = sure
+    assert said not in cal.summary()
+    cal.evidence.gain = none
+    assert f"{len(cal.t)} levels {said}" in cal.summary()
+    cal.evidence.eta2 = none
+    assert said not in cal.summary()
+
+
 def test_samples_that_surely_get_closer():
     cal = judged(told())
     assert cal.verdict().startswith("miscalibrated: correcting it lowers the denoising loss")

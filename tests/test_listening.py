@@ -157,11 +157,15 @@ def test_a_run_goes_on_only_with_the_same_prompts_arguments_and_encoders(tmp_pat
     with pytest.raises(DataError, match=r"labels are not what they were|is not what it was"):
         measured(28, labels=[words[k % 4] if k % 10 else "small" for k in range(40)])
     sizes = {"original_size": (99, 99)}
-    with pytest.raises(trueup.TrueupError, match="begun with another told"):
+    with pytest.raises(trueup.TrueupError, match="begun with another set of text encoders or arguments"):
         measured(28, as_denoiser(pipelines.sdxl(), arguments=sizes))
+    larger = as_denoiser(pipelines.sdxl(), arguments={"height": 32, "width": 32})
+    more = trueup.Images(torch.randn(28, *larger.shape), labels=words * 7)
+    with pytest.raises(trueup.TrueupError, match="begun with another size of pictures: repeat"):
+        trueup.estimate.measure(larger, more, **how)
     pipe = pipelines.sdxl()
     torch.nn.init.ones_(next(p for n, p in pipe.text_encoder.named_parameters() if n.endswith("norm.bias")))
-    with pytest.raises(trueup.TrueupError, match="begun with another told"):
+    with pytest.raises(trueup.TrueupError, match="begun with another set of text encoders or arguments"):
         measured(28, as_denoiser(pipe))
 
 

@@ -332,7 +332,7 @@ def band_variance(bands: Bands, first: Tensor, second: Tensor, rows: Tensor) -> 
     square = square / bands.sizes.to(square) * (count / (count - bands.share.to(square)).clamp_min(1))
     variance = (square.sum(0) / count.clamp_min(1)).clamp_min(0.0)
     if len(rows) < 4:
-        return variance, variance * (2 / count.clamp_min(1)).sqrt()
+        return variance, variance * (2 / (count.clamp_min(1) * bands.sizes.to(variance))).sqrt()
     share = wide / count
     scatter = (square / count - share * variance).square().sum(0) / (1 - share.square().sum(0))
     return variance, scatter.sqrt()

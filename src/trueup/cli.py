@@ -5,23 +5,30 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trueup.checks import check, started_by_launcher
 from trueup.errors import Argument, MismatchError, TrueupError
 from trueup.files import line, printable
 from trueup.options import parser
 
+_TERMINATED = "terminated"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns 0, 1 for a failed check, 2 for bad input, 130 after Ctrl-C."""
+    """Run the command line. Returns 0, 1 for a failed check, 2 for bad input, 130 after Ctrl-C, 143 when
+    terminated."""
     options = parser().parse(_joined(sys.argv[1:] if arguments is None else arguments))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to fail
     code = 141
+    before = _interrupt_when_terminated()
     try:
         if started_by_launcher(options):
             from trueup import distributed
@@ -41,11 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             distributed.wait()
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         run = getattr(options, "run", None)
         if os.environ.get("RANK", "0") == "0":
             print(f"\ntrueup: interrupted{_kept(run) if run else ''}", file=sys.stderr)
-        return 130
+        return 143 if str(stop) == _TERMINATED else 130
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code
@@ -56,8 +63,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"trueup: {kind}: {words} (TRUEUP_DEBUG=1 shows where)", file=sys.stderr)
         return 2
     finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
         if "trueup.distributed" in sys.modules:
             sys.modules["trueup.distributed"].leave()
+
+
+def _interrupt_when_terminated() -> Any:
+    """Whoever stops a job says SIGTERM first. What was done then, to be put back; None: nothing is changed.
+
+    Ranks of a launcher, which starts others in their place, just end.
+    """
+    ours = threading.current_thread() is threading.main_thread() and "RANK" not in os.environ
+    if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return None
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt(_TERMINATED)
+
+    return signal.signal(signal.SIGTERM, stop)
 
 
 def _run(options: argparse.Namespace) -> int:

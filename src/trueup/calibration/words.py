@@ -112,6 +112,10 @@ def summary(calibration: Any) -> str:
             f"{float(calibration.t[row]):9.4g} {float(calibration.correction.lam[row]):7.2f} {loss:10.4g} "
             f"{_range(e.eta2[row]):>24} {_pm(gain):>18} {percent(share):>8}"
         )
+    sure = int(((e.eta2.low > 0) & (e.gain.value == 0)).sum())
+    if sure:
+        what = "miss something for sure, of which held-out images confirm no correction: more images may"
+        lines += ["", f"{_count(sure, 'level')} {what}"]
     bits, share = calibration.uncalibration, calibration.uncalibration_share.scaled(100)
     score = f"{_pm(bits)} bits/dim of the bound, at least {_pm(share)}% of the score matching loss"
     lines += [

@@ -16,13 +16,15 @@ from trueup.fitting import labels_of
 from trueup.metrics import Reference, load_features
 from trueup.sampling import image_maker, sample_batches
 from trueup.sampling.draw import check_labels, choose_solver
-from trueup.sampling.store import Output
+from trueup.sampling.store import Output, check_pictures
 from trueup.solvers import FITTED
 
 
 def sample(options: argparse.Namespace) -> int:
     """`trueup sample`."""
     denoiser = shared.open_model(options)
+    if options.output.suffix.lower() != ".npz":
+        check_pictures(denoiser)
     calibration = shared.open_calibration(options, denoiser)
     asked = shared.open_solver(options.solver, denoiser, options.grid)
     lacks = None if calibration is None else shared.no_solver(options, calibration, options.nfe)

@@ -31,6 +31,7 @@ from trueup.stored import Bounds, check_tensors, part
 KIND = "a run"
 CHECKPOINT = "checkpoint{}.safetensors"
 SHARDS = "shards.safetensors"  # where everything is in the tar shards that are measured
+_SAID = {"told": "set of text encoders or arguments", "size": "size of pictures"}
 _LOOKED_AT = 16  # images of a file read again on resuming, to see that the data is still the same
 
 
@@ -117,8 +118,11 @@ class Run(Folder):
         now = settings_of(fresh)
         other = [name for name in {**settings, **now} if settings.get(name) != now.get(name)]
         if other:
+            if "size" in other:  # which the rest follows from
+                other = [name for name in other if name not in ("told", "sample shape", "set of bands")]
+            names = [_SAID.get(name, name) for name in other]
             raise TrueupError(
-                f"{self.path} was begun with another {' and another '.join(other)}: "
+                f"{self.path} was begun with another {' and another '.join(names)}: "
                 "repeat those settings, or use a new run directory"
             )
         if settings_of(moments) != settings:

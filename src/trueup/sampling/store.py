@@ -13,6 +13,7 @@ import io
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,15 @@ from PIL import Image
 from torch import Tensor
 
 from trueup import distributed
+from trueup.denoiser import Denoiser
 from trueup.errors import Argument, ArtifactError, TrueupError
 from trueup.files import Folder, line, load_tensors, printable, save_tensors, write
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-_OTHERS = (".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".npy", ".pt", ".safetensors", ".zip")
+_OTHERS = (
+    *(".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".pdf", ".mp4", ".wav"),
+    *(".npy", ".pt", ".safetensors", ".zip", ".txt", ".json", ".csv", ".html"),
+)
 _LARGEST_GRID = 1024  # images; more are no longer a picture
 _NAME = re.compile(r"(\d{6,12})(?:-(\d{6,12}))?\.(png|safetensors)")  # a picture's, or those of first to last
 NOTE = "samples.json"
@@ -305,11 +310,22 @@ def grid(images: Tensor, columns: int | None = None, gap: int = 2) -> Tensor:
     return rows.permute(2, 0, 3, 1, 4).flatten(3).flatten(1, 2)[:, : -gap or None, : -gap or None]
 
 
+def check_pictures(denoiser: Denoiser) -> None:
+    """Raise unless samples of the model can be shown."""
+    if denoiser.data_range is None and denoiser.autoencoder is not None:
+        return
+    if denoiser.data_range is None or len(denoiser.shape) != 3 or denoiser.shape[0] not in _MODES:
+        raise _no_pictures(denoiser.shape)
+
+
+def _no_pictures(shape: Sequence[int]) -> TrueupError:
+    return TrueupError(f"samples of shape {tuple(shape)} are not pictures: write them to a .npz file")
+
+
 def png(image: Tensor) -> bytes:
     """A picture (C, H, W) uint8 as a PNG file."""
     if image.ndim != 3 or image.shape[0] not in _MODES or image.dtype != torch.uint8:
-        shape = tuple(image.shape)
-        raise TrueupError(f"samples of shape {shape} are not pictures: write them to a .npz file")
+        raise _no_pictures(image.shape)
     pixels = image[0] if len(image) == 1 else image.permute(1, 2, 0)
     content = io.BytesIO()
     Image.fromarray(pixels.numpy(), _MODES[len(image)]).save(content, "PNG")
