@@ -160,6 +160,19 @@ def test_fused_adapters_are_named_while_peft_knows_them():
     trueup.attach(network, calibration_of(network)).remove()
 
 
+def test_fused_projections_are_named_and_fused_after_attaching_they_are_corrected():
+    cal, network = calibration_of(unet()), unet()
+    network.fuse_qkv_projections()
+    said = refusal(network, cal)
+    assert "projections of this network are fused (fuse_qkv_projections)" in said
+    assert "attach it before they are fused" in said
+    network = unet()
+    with trueup.attach(network, cal):
+        expected = call(network)
+        network.fuse_qkv_projections()
+        assert torch.allclose(call(network), expected, atol=1e-5 * float(expected.abs().max()))
+
+
 def test_a_fine_tune_of_everything_is_no_fused_lora():
     tuned = unet()
     with torch.no_grad():

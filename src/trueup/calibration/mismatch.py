@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
+
 from trueup.calibration.calibration import Calibration
 from trueup.denoiser.adapters import fused
 from trueup.denoiser.weights import ADAPTER, BASE, QUANTISED, VECTORS, same_weights
@@ -17,7 +19,7 @@ GUIDE = "docs/guide.md#quantised-and-fine-tuned-models"
 def of_other_weights(calibration: Calibration, weights: dict[str, str], network: Any) -> MismatchError:
     """What to tell whoever attaches a calibration to a network with other weights (its fingerprint)."""
     made = calibration.provenance.get("weights") or {}
-    problem, advice = _adapted(made, weights) or _changed(made, weights, fused(network)) or ("", "")
+    problem, advice = _adapted(made, weights) or _changed(made, weights, network) or ("", "")
     if not problem:
         ours, theirs = (next(iter(found.values()), "none")[:8] for found in (made, weights))
         problem = f"this calibration was made for other weights (fingerprint {ours}, model {theirs})"
@@ -43,7 +45,7 @@ def _adapted(made: dict[str, str], now: dict[str, str]) -> tuple[str, str] | Non
     return f"{problem}, not with those that are on now ({listed(on)})", "set those, calibrate it as it is"
 
 
-def _changed(made: dict[str, str], now: dict[str, str], merged: list[str]) -> tuple[str, str] | None:
+def _changed(made: dict[str, str], now: dict[str, str], network: Any) -> tuple[str, str] | None:
     """Where something has been done to the weights themselves."""
     if QUANTISED in now and QUANTISED not in made:
         problem = "this calibration was made in full precision, and the network is quantised"
@@ -51,6 +53,12 @@ def _changed(made: dict[str, str], now: dict[str, str], merged: list[str]) -> tu
     if QUANTISED in made and QUANTISED not in now:
         problem = "this calibration was made for a quantised network, and this one is in full precision"
         return problem, "calibrate it in full precision, quantise it as it was"
+    if any(getattr(layer, "fused_projections", False) for layer in _layers(network)):
+        problem = (
+            "projections of this network are fused (fuse_qkv_projections), those of this calibration's not"
+        )
+        return problem, "attach it before they are fused, or calibrate it as it is"
+    merged = fused(network)
     if merged:
         problem = f"LoRA adapters ({listed(merged)}) are fused into the weights of this network"
         return problem, "calibrate it as it is, load it without them"
@@ -58,6 +66,10 @@ def _changed(made: dict[str, str], now: dict[str, str], merged: list[str]) -> tu
         problem = "this network has the biases and norms of the one that was calibrated, and other matrices"
         return f"{problem}, as after fusing a LoRA or rounding weights", "calibrate it as it is"
     return None
+
+
+def _layers(network: Any) -> Iterable[Any]:
+    return network.modules() if isinstance(network, nn.Module) else ()
 
 
 def listed(names: Iterable[str]) -> str:
