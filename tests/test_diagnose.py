@@ -229,6 +229,24 @@ def test_a_mistake_is_named_though_nothing_denoises_better_than_a_linear_filter(
         assert words in str(diagnose(wrong, batch).problem)
 
 
+@pytest.mark.parametrize("prediction", ["noise", "data", "velocity", "flow"])
+@pytest.mark.parametrize(("share", "error"), [(0.0, 0.0), (0.2, 0.1), (0.6, 0.0)])
+def test_a_young_network_is_not_told_that_it_predicts_something_else(prediction, share, error):
+    """White data: read otherwise, a network that says little may be as good as a filter that says nothing."""
+    process = Flow() if prediction == "flow" else DiscreteVP.scaled_linear()
+    data = trueup.analytic.GaussianMixture(torch.zeros(1, 4, 16, 16), 1.0)
+    ideal = data.denoiser(process, prediction).network
+    noise = torch.Generator().manual_seed(0)
+
+    def young(x_t, t):
+        return share * ideal(x_t, t) + error * torch.randn(x_t.shape, generator=noise)
+
+    batch = next(Samples(data.sample(32, 0), (4, 16, 16), None).batches(32))
+    network = trueup.Denoiser(young, process, prediction, (4, 16, 16), data_range=None)
+    found = diagnose(network, batch)
+    assert found.problem is None or "surely worse than a linear filter" in str(found.problem)
+
+
 def test_python_refuses_misuse_too(ema):
     """Offered a calibration before: only the command line looked."""
     wrong = used(ema.network, parametrization="velocity")

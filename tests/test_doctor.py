@@ -101,6 +101,20 @@ def test_what_would_have_been_seen_is_seen(kind):
         assert expected in kinds(distorted(miss, seed=seed)), seed
 
 
+def test_one_group_of_most_images_is_no_proof_of_health():
+    """Of sixteen folds one holds three quarters of the images: what is off cannot be told from luck."""
+    mixture = smooth_mixture()
+    denoiser = mixture.denoiser(VP, distortion=lambda eps, u, lam: eps + 0.3)
+    data = Images(mixture.sample(120, 0), groups=[0] * 90 + list(range(1, 31)))
+    moments = estimate.measure(denoiser, data, trust=True, progress=False)
+    found = check(denoiser, data, moments=moments, use=FINE)
+    assert not found.healthy
+    assert not found.limits
+    cal = estimate.fit(moments)
+    assert "in too few groups, or most of them in one" in cal.verdict()
+    assert math.isnan(cal.uncalibration.value)
+
+
 def test_few_images_are_no_proof_of_health():
     found = distorted(None, count=3)
     assert not found.findings

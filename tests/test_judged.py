@@ -72,6 +72,7 @@ def test_levels_that_surely_miss_and_are_left_alone_are_said_to_be():
     assert said not in cal.summary()
     cal.evidence.gain = none
     assert f"{len(cal.t)} levels {said}" in cal.summary()
+    assert said not in replace(cal, family="none").summary()  # nothing was asked for
     cal.evidence.eta2 = none
     assert said not in cal.summary()
 

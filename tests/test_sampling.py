@@ -128,6 +128,16 @@ def test_a_solver_that_was_made_of_a_name_is_what_the_name_is(kind, name):
     assert torch.equal(by_name, handed)
 
 
+@pytest.mark.parametrize("name", ["pndm", "euler-a", "kdpm2"])
+def test_a_solver_that_was_made_of_a_name_translates_for_predictions_it_does_not_take(name):
+    pipe = diffusers.DDPMPipeline(tiny_unet(), diffusers.DDPMScheduler(prediction_type="sample"))
+    denoiser = as_denoiser(pipe)
+    made = as_solver(name, denoiser)
+    assert made.parametrization != denoiser.parametrization
+    by_name, handed = (trueup.sample(denoiser, 2, solver=solver, nfe=8) for solver in (name, made))
+    assert torch.equal(by_name, handed)
+
+
 class Halves(Solver):
     """A solver of somebody else: two steps of DDIM, by hand."""
 

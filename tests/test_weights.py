@@ -164,8 +164,8 @@ def test_fused_projections_are_named_and_fused_after_attaching_they_are_correcte
     cal, network = calibration_of(unet()), unet()
     network.fuse_qkv_projections()
     said = refusal(network, cal)
-    assert "projections of this network are fused (fuse_qkv_projections)" in said
-    assert "attach it before they are fused" in said
+    assert "before projections of this network were fused (fuse_qkv_projections)" in said
+    assert "calibrate it as it is, attach before they are fused" in said
     network = unet()
     with trueup.attach(network, cal):
         expected = call(network)

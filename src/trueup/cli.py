@@ -79,6 +79,7 @@ def _interrupt_when_terminated() -> Any:
         return None
 
     def stop(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # who says it twice does not want to wait
         raise KeyboardInterrupt(_TERMINATED)
 
     return signal.signal(signal.SIGTERM, stop)

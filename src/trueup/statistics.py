@@ -13,6 +13,7 @@ from torch import Tensor
 
 _EXACT = 200  # degrees of freedom up to which Student's quantile is solved for; above, expanded
 _GROUPS = 20  # of images, for intervals of measures whose influence is only known group by group
+FEWEST_FOLDS = 4  # of equal size: fewer cannot say how far they scatter
 _FEWEST = 8  # images below which such a measure gets no interval at all
 
 
@@ -189,6 +190,11 @@ def effective_folds(rows: Tensor) -> Tensor:
     return rows.sum(0).square() / rows.square().sum(0).clamp_min(1e-300)
 
 
+def enough_folds(rows: Tensor) -> Tensor:
+    """Whether folds of rows (F, ...) can say how far they scatter, (...): worth four of equal size."""
+    return effective_folds(rows) > FEWEST_FOLDS - 1e-9
+
+
 def threshold(sigmas: float, folds: float) -> float:
     """What a t statistic from `folds` folds must exceed to be as surprising as a normal `sigmas`."""
     return student_quantile(0.5 * (1 + math.erf(sigmas / math.sqrt(2))), max(folds - 1, 1))
@@ -226,7 +232,7 @@ def squared_norm(gram: Tensor, rows: Tensor) -> Number:
     row = h.sum(-1)
     worth = effective_folds(rows.movedim(-1, 0)).expand(folds.shape)
     z = _quantile(worth)
-    known, folds = worth > 4 - 1e-9, folds.clamp_min(4)  # 4 that differ in size are worth fewer
+    known, folds = enough_folds(rows.movedim(-1, 0)), folds.clamp_min(FEWEST_FOLDS)
     wide = folds[..., None, None]
     centred = h - (row[..., :, None] + row[..., None, :]) / (wide - 2)
     centred = (centred + row.sum(-1)[..., None, None] / ((wide - 1) * (wide - 2))) * off

@@ -55,9 +55,10 @@ def _changed(made: dict[str, str], now: dict[str, str], network: Any) -> tuple[s
         return problem, "calibrate it in full precision, quantise it as it was"
     if any(getattr(layer, "fused_projections", False) for layer in _layers(network)):
         problem = (
-            "projections of this network are fused (fuse_qkv_projections), those of this calibration's not"
+            "this calibration was made for other weights, or before projections of this network were fused "
+            "(fuse_qkv_projections)"
         )
-        return problem, "attach it before they are fused, or calibrate it as it is"
+        return problem, "calibrate it as it is, attach before they are fused"
     merged = fused(network)
     if merged:
         problem = f"LoRA adapters ({listed(merged)}) are fused into the weights of this network"

@@ -57,7 +57,7 @@ def verdict(calibration: Any) -> str:
     if calibration.family == "none":
         return "the network is left as it is."
     if not calibration.confirmable:
-        more = "are in too few groups: use 20 groups"
+        more = "are in too few groups, or most of them in one: use 20 groups"
         if e.images < FEWEST_IMAGES:
             more = f"cannot confirm a correction: use {FEWEST_IMAGES}"
         return f"{_count(e.images, 'image')} {more} or more."
@@ -113,7 +113,7 @@ def summary(calibration: Any) -> str:
             f"{_range(e.eta2[row]):>24} {_pm(gain):>18} {percent(share):>8}"
         )
     sure = int(((e.eta2.low > 0) & (e.gain.value == 0)).sum())
-    if sure:
+    if sure and calibration.family != "none":
         what = "miss something for sure, of which held-out images confirm no correction: more images may"
         lines += ["", f"{_count(sure, 'level')} {what}"]
     bits, share = calibration.uncalibration, calibration.uncalibration_share.scaled(100)

@@ -17,7 +17,7 @@ from trueup.estimate.diagnose import IMAGES as FIRST
 from trueup.estimate.diagnose import Diagnosis, look
 from trueup.hf import as_denoiser
 from trueup.images import Batch, open_images
-from trueup.statistics import Number
+from trueup.statistics import Number, enough_folds
 
 IMAGES = 100
 FEWEST = 8  # images of which residuals are looked at one by one
@@ -71,7 +71,7 @@ def check(
     limits: dict[str, float] = {}
     if use.problem is None and measured_so:
         parts = Parts(moments)
-        if parts.moments.folds < 4:
+        if not enough_folds(parts.rows).all():
             notes.append("too few images to say what is off in the mean or in the bands")
         else:
             own, limits = _of_parts(parts, few)

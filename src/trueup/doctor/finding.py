@@ -57,8 +57,8 @@ class Checkup:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing was found."""
-        return not self.findings
+        """Whether nothing was found, and something would have been."""
+        return not self.findings and any(limit < math.inf for limit in self.limits.values())
 
     def lines(self) -> list[str]:
         """A line for each finding; or that there are none, and how small a miss would have shown."""
@@ -76,7 +76,7 @@ class Checkup:
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
-            "healthy": self.healthy and any(limit < math.inf for limit in self.limits.values()),
+            "healthy": self.healthy,
             "findings": [finding.as_json() for finding in self.findings],
             "images": self.images,
             "would_have_been_seen": {k: v if math.isfinite(v) else None for k, v in self.limits.items()},
@@ -89,7 +89,8 @@ def too_few(images: int) -> str:
     """Why nobody can say that a network is healthy."""
     if images < FEWEST_IMAGES:
         return f"not enough images ({images:,}) to say that it is healthy: use {FEWEST_IMAGES} or more"
-    return f"{images:,} images in too few groups to say that it is healthy: use 4 groups or more, better 16"
+    where = "in too few groups, or most of them in one,"
+    return f"{images:,} images {where} to say that it is healthy: use 20 groups or more"
 
 
 def _percent(share: float) -> str:

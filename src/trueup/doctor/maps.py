@@ -13,7 +13,7 @@ from trueup.bands import band_variance
 from trueup.doctor.parts import NEGLIGIBLE, Parts, surprising
 from trueup.estimate.regress import slopes
 from trueup.process import NoiseProcess
-from trueup.statistics import Number, mean_and_error, squared_norm, trapezoid_weights
+from trueup.statistics import Number, enough_folds, mean_and_error, squared_norm, trapezoid_weights
 
 FEWEST_PATCHES = 4  # along an axis: with fewer a period is not told from what is smooth
 LARGEST_PATCH = 32  # pixels
@@ -45,7 +45,7 @@ def grid(parts: Parts) -> Grid | None:
     longer = [n for n in spatial if n > 1]
     most = min(min(longer, default=1) // FEWEST_PATCHES, LARGEST_PATCH)
     periods = [p for p in range(2, most + 1) if all(n % p == 0 for n in longer)]
-    if not periods or folds < 4:
+    if not periods or not enough_folds(rows).all():
         return None
     combs = {p: _comb(spatial, p) for p in periods}
     pairs = (rows.sum(0).square() - rows.square().sum(0)).clamp_min(1e-300)

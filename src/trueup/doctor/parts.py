@@ -45,7 +45,7 @@ class Part:
     @property
     def least(self) -> float:
         """The smallest share that is called found, if it was confirmed."""
-        return max(NEGLIGIBLE, threshold(SURE, int(self.folds)) * float(self.share.error))
+        return max(NEGLIGIBLE, threshold(SURE, self.folds) * float(self.share.error))
 
 
 class Parts:
@@ -101,7 +101,7 @@ class Parts:
         n = self.centred.n  # (L, 1, 1)
         noise = self.centred.residual_power / n / (n * self.moments.bands.sizes)  # (L, C, bands), of one
         total, squares = ((entries * noise**k).sum((1, 2)) for k in (1, 2))
-        folds = int(self.folds.min())
+        folds = float(self.folds.min())
         surprise = [surprising(float(v), folds) for v in total.square() / squares.clamp_min(1e-300)]
         energy = torch.tensor(surprise, dtype=torch.float64) * (2 * squares).sqrt()
         return max(NEGLIGIBLE, float((energy / self.loss.clamp_min(1e-300)).mean()))
@@ -119,7 +119,7 @@ class Parts:
         return Part(share, by_level, folds)
 
 
-def surprising(freedom: float, folds: int | None = None) -> float:
+def surprising(freedom: float, folds: float | None = None) -> float:
     """How many standard errors above its mean a sum of so many squares is as surprising as SURE.
 
     Wilson and Hilferty's cube; folds: with Student's quantile, for errors that folds show.

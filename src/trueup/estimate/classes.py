@@ -23,7 +23,6 @@ from trueup.estimate.families import FAMILIES, Family
 from trueup.estimate.moments import Moments, U
 from trueup.estimate.regress import Centred, divide
 from trueup.estimate.solve import (
-    FEWEST_FOLDS,
     PAIRED_FOLDS,
     Shrinkage,
     estimate,
@@ -34,7 +33,7 @@ from trueup.estimate.solve import (
     shrinkage,
     support,
 )
-from trueup.statistics import Number, effective_folds, mean_and_error, trapezoid_weights
+from trueup.statistics import Number, effective_folds, enough_folds, mean_and_error, trapezoid_weights
 
 FEWEST = 10  # images of a class with a correction of its own: fewer do not show how far they scatter
 KNOWN = 0.8  # share of the classes that must have images in enough folds at a level
@@ -92,8 +91,8 @@ def fit_classes(moments: Moments, pooled: Calibration) -> tuple[OfClass, ...]:
         enough = [y for y in enough if y == null]
     if not enough:
         return tuple(found.values())
-    folds = torch.stack([(everywhere.of_class(y).rows[0] > 0).sum(0) for y in enough])  # (classes, L)
-    known = (folds >= FEWEST_FOLDS).double().mean(0) >= KNOWN  # elsewhere classes have the correction of all
+    sure = torch.stack([enough_folds(everywhere.of_class(y).rows[0]) for y in enough])  # (classes, L)
+    known = sure.double().mean(0) >= KNOWN  # elsewhere classes have the correction of all
     if not known.any():
         return tuple(found.values())
     moments, correction = everywhere.at_levels(known), correction.at_levels(known)
@@ -138,7 +137,7 @@ def _of_class(moments: Moments, y: int, correction: Correction) -> _Class | None
     folds = (whole.rows > 0).any(2)[0]
     bare = whole.used().of_equal_weight()
     bare = replace(bare, data_rows=torch.zeros_like(bare.data_rows))  # no more is known of the data than here
-    enough = int((bare.rows[0] > 0).sum(0).min()) >= FEWEST_FOLDS
+    enough = enough_folds(bare.rows[0]).all()
     return _Class(y, bare, bare.corrected(correction), folds) if enough else None
 
 

@@ -82,19 +82,25 @@ def diagnose(denoiser: Denoiser, batch: Batch, *, flip: bool = False) -> Diagnos
     process, parametrization = denoiser.process, denoiser.parametrization
     with denoiser.evaluating():
         as_given = _evaluate(denoiser, batch, process)
-        given = as_given(parametrization)
+        given = as_given.scores(parametrization)
         best, problem = given, None
         most = _bound(given)
         for guess in _hypotheses(denoiser, batch.x0):
-            evaluated = as_given  # perhaps only read differently
+            answers = as_given  # perhaps only read differently
             if guess.transform is not _same or guess.time is not _same or guess.process is not process:
-                evaluated = _evaluate(denoiser, batch, guess.process, guess.transform, guess.time)
-            tried = evaluated(guess.parametrization)
-            if tried.mean() < min(most, float(best.mean())) and _surely_better(tried, given):
-                best, problem = tried, guess.mistake
+                answers = _evaluate(denoiser, batch, guess.process, guess.transform, guess.time)
+            tried = answers.scores(guess.parametrization)
+            if not (tried.mean() < min(most, float(best.mean())) and _surely_better(tried, given)):
+                continue
+            if tried.mean() >= 1.0:  # who says nothing, or the right thing softly, may seem mistaken
+                nothing = answers.scores(guess.parametrization, 0.0)
+                louder = as_given.scores(parametrization, as_given.scale(parametrization))
+                if not tried.mean() < min(_bound(nothing), _bound(louder)):
+                    continue
+            best, problem = tried, guess.mistake
         mirrored = None
         if denoiser.data_range is not None and batch.x0.ndim == 4 and not flip:
-            mirrored = _evaluate(denoiser, batch, process, lambda x: x.flip(-1))(parametrization)
+            mirrored = _evaluate(denoiser, batch, process, lambda x: x.flip(-1)).scores(parametrization)
     result = Diagnosis(float(given.mean()), problem)
     if problem is None and mirrored is not None:
         if _surely_better(mirrored, given):
@@ -118,7 +124,8 @@ def _bound(given: Tensor) -> float:
     """What a mistake's score must be below: 1, that of a linear filter.
 
     A weak network, or one of data that nothing but a linear filter can denoise, comes no lower when used
-    rightly. Where it is refused as given, it is enough that a mistake explains nine tenths of why.
+    rightly. Where it is refused as given, it is enough that a mistake explains nine tenths of why; and of why
+    the same reading of no answers would be, and of its answers as given if they were louder.
     """
     if not _surely_worse_than_linear(given):
         return 1.0
@@ -131,13 +138,36 @@ def _surely_better(tried: Tensor, given: Tensor) -> bool:
     return bool(difference.mean() > _SURE * error and tried.mean() < _LEAST * given.mean())
 
 
+@dataclass(eq=False)
+class _Answers:
+    """What a network says of noised data, at a few levels."""
+
+    output: Tensor  # (L, B, *shape), as x_t and eps
+    x_t: Tensor
+    eps: Tensor
+    alpha: Tensor  # (L, 1, ...), as sigma
+    sigma: Tensor
+    reference: Tensor  # (L, 1): the Wiener filter's loss
+
+    def scores(self, read: Parametrization, scale: Tensor | float = 1.0) -> Tensor:
+        """Loss over the Wiener filter's, averaged over levels, for every image (B,), read and scaled so."""
+        eps_hat = read.to_eps(scale * self.output, self.x_t, self.alpha, self.sigma)
+        loss = (eps_hat - self.eps).square().flatten(2).sum(2).cpu().double()
+        return (loss / self.reference).mean(0)
+
+    def scale(self, read: Parametrization) -> Tensor:
+        """By how much, at each level, answers would have to be louder to be best, (L, 1, ...)."""
+        silent = read.to_eps(0 * self.output, self.x_t, self.alpha, self.sigma)
+        added = read.to_eps(self.output, self.x_t, self.alpha, self.sigma) - silent
+        over = tuple(range(1, added.ndim))
+        wanted = ((self.eps - silent) * added).sum(over, keepdim=True)
+        return (wanted / added.square().sum(over, keepdim=True).clamp_min(1e-12)).clamp_min(0.0)
+
+
 def _evaluate(
     denoiser: Denoiser, batch: Batch, process: NoiseProcess, transform: Change = _same, time: Change = _same
-) -> Callable[[Parametrization], Tensor]:
-    """What the network says of noised data, as the scores (B,) of how it is read.
-
-    That is its loss over the Wiener filter's, averaged over levels, for every image.
-    """
+) -> _Answers:
+    """Ask the network about noised data."""
     device = denoiser.device
     lam = torch.tensor(_LAM, dtype=torch.float64)
     lowest, highest = float(process.lam(process.t_max)), float(process.lam(process.t_min))
@@ -153,12 +183,7 @@ def _evaluate(
     output = torch.stack([denoiser.predict(x, told, there.y).float() for x, told in calls])
     refuse_nonsense(output, t)
     reference = _wiener_loss(x0, process.alpha(t), process.sigma(t)).clamp_min(1e-12)[:, None]
-
-    def scores(parametrization: Parametrization) -> Tensor:
-        eps_hat = parametrization.to_eps(output, x_t, alpha, sigma)
-        return ((eps_hat - eps).square().flatten(2).sum(2).cpu().double() / reference).mean(0)
-
-    return scores
+    return _Answers(output, x_t, eps, alpha, sigma, reference)
 
 
 def refuse_nonsense(values: Tensor, t: Tensor) -> None:

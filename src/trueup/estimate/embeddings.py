@@ -20,8 +20,8 @@ from trueup.estimate.confirm import HeldOut
 from trueup.estimate.moments import Moments
 from trueup.estimate.regress import divide
 from trueup.estimate.shrink import Noisy, kernel_weights, shrinkers
-from trueup.estimate.solve import FEWEST_FOLDS, INFLATION_WIDTH, PAIRED_FOLDS
-from trueup.statistics import Number, effective_folds, mean_and_error, trapezoid_weights
+from trueup.estimate.solve import INFLATION_WIDTH, PAIRED_FOLDS
+from trueup.statistics import Number, effective_folds, enough_folds, mean_and_error, trapezoid_weights
 
 RIDGE = 1e-3  # of a feature's own power
 
@@ -34,7 +34,7 @@ def fit_conditions(moments: Moments, pooled_fit: Calibration) -> OfConditions | 
     sums, after = moments.conditions.to("cpu"), moments.to("cpu").at_levels(keep).pooled()
     used = (after.rows[0] > 0).any(1)
     after = after.used().corrected(correction)
-    if int((after.rows[0] > 0).sum(0).min()) < FEWEST_FOLDS:
+    if not enough_folds(after.rows[0]).all():
         return None
     parts = [part[used][:, keep] for part in (sums.total, sums.gram, sums.sums)]
     problem = _Regression.of(after, correction, sums.bands, *parts)

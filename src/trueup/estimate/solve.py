@@ -19,12 +19,18 @@ from trueup.estimate.families import FAMILIES, Family, Slopes
 from trueup.estimate.moments import Moments, U
 from trueup.estimate.regress import Centred, Mean, Slope, divide, mean_residual
 from trueup.estimate.shrink import Noisy, kernel_weights, shrinkers
-from trueup.statistics import Number, effective_folds, mean_and_error, squared_norm, trapezoid_weights
+from trueup.statistics import (
+    Number,
+    effective_folds,
+    enough_folds,
+    mean_and_error,
+    squared_norm,
+    trapezoid_weights,
+)
 
 ESTIMATORS = ("plain", "paired", "regressed", "shrunk")
 MOST_DIGESTS = 2**19  # images whose digests a file keeps; more would make it large
 PAIRED_FOLDS = 1.5  # f scores what g fitted and g what f fitted: between 1 (all signal) and 2 (all noise)
-FEWEST_FOLDS = 4  # fewer cannot say how far they scatter
 INFLATION_WIDTH = 1.0  # lam over which the excess of fold scatter over model variance is averaged
 
 
@@ -35,9 +41,7 @@ def fit_pooled(moments: Moments, *, family: str, estimator: str) -> Calibration:
         raise TrueupError("these moments hold no samples")
     noted, moments = moments, prepared(moments)
     kind, rows = FAMILIES[family], moments.rows[0]  # (F, L)
-    folds = (rows > 0).sum(0)  # (L,)
-    confirmable = int(folds.min()) >= FEWEST_FOLDS
-    alike = effective_folds(rows)  # (L,) fewer, where they differ in size
+    folds, confirmable = effective_folds(rows), bool(enough_folds(rows).all())  # (L,)
 
     centred = Centred(moments)
     shrink = shrinkage([centred], kind)[0] if estimator == "shrunk" else None
@@ -66,19 +70,19 @@ def fit_pooled(moments: Moments, *, family: str, estimator: str) -> Calibration:
         by_fold = held.gain(scale).sum(2)  # (F, L)
         known = PAIRED_FOLDS**0.5 if confirmable else math.nan
         value, error = mean_and_error(by_fold, rows)
-        gain = Number.of(value, known * error, alike)
+        gain = Number.of(value, known * error, folds)
         if moments.levels > 1:  # one level says nothing about an integral over all of them
             value, error = mean_and_error(by_fold, rows, weights)  # equation 26
-            bound = Number.of(float(value), known * float(error), float(alike.min()))
+            bound = Number.of(float(value), known * float(error), float(folds.min()))
     gram = torch.einsum("flck,glck->lfg", residual, residual)
     pairs = (rows.sum(0).square() - rows.square().sum(0)).clamp_min(1e-300)  # (L,)
     average = rows.mean(1)  # (F,)
     level = (average.sum().square() - average.square().sum()) / pairs  # as if all levels had the same samples
     evidence = Evidence(
         images=noted.images,
-        folds=int(folds.min()),
+        folds=int(folds.min() + 1e-9),
         dimensions=math.prod(moments.shape),
-        loss=Number.of(*mean_and_error(centred.second[:, :, 0].sum((2, 3)), rows), alike),
+        loss=Number.of(*mean_and_error(centred.second[:, :, 0].sum((2, 3)), rows), folds),
         eta2=squared_norm(gram, rows.T),
         gain=gain,
         bound_gain=bound,
@@ -136,7 +140,7 @@ def prepared(moments: Moments) -> Moments:
 
 def _measured(moments: Moments) -> Moments:
     """The levels with enough folds to say how sure they are; all, where none has."""
-    enough = (moments.rows[0] > 0).sum(0) >= FEWEST_FOLDS
+    enough = enough_folds(moments.rows[0])
     return moments if enough.all() or not enough.any() else moments.at_levels(enough).used()
 
 

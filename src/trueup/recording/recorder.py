@@ -20,12 +20,11 @@ from trueup.errors import MismatchError, ModelError, TrueupError
 from trueup.estimate import Moments, fit
 from trueup.estimate.levels import check_levels
 from trueup.estimate.moments import fold_of
-from trueup.estimate.solve import FEWEST_FOLDS
 from trueup.estimate.stored import SUMS
 from trueup.hf import as_denoiser
 from trueup.parametrization import Parametrization
 from trueup.recording.rows import Reader, described, home
-from trueup.statistics import Number
+from trueup.statistics import Number, enough_folds
 
 _HEAVY = 2.0**40  # a weight at which all sums are rescaled: far from where float64 ends
 _CYCLE = 1 << 16  # rows after which dealing begins again: hashing every batch costs as much as adding it
@@ -264,7 +263,7 @@ class Recorder:
         self._reader.refuse(self._strays)
         now = _at_weight_one(self)._sums.to("cpu")
         rows = now.pooled().rows[0]  # (F, L)
-        enough = (rows > 0).sum(0) >= FEWEST_FOLDS  # else a fit does not look at the level, if it can
+        enough = enough_folds(rows)  # else a fit does not look at the level, if it can
         looked_at = enough if enough.any() else rows.sum(0) > 0
         if looked_at.any():
             scale = now.effective[looked_at].min() / now.data_rows.sum()

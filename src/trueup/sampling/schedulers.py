@@ -44,7 +44,9 @@ class SchedulerSolver(Solver):
     def named(cls, name: str, denoiser: Denoiser) -> SchedulerSolver:
         """A scheduler by its name or its class, set up for a denoiser."""
         scheduler, own = hf.make_scheduler(name, denoiser)
-        return cls(scheduler, name, exact=own)
+        made = cls(scheduler, name, exact=own)
+        made.exact = own and made.parametrization == denoiser.parametrization  # not all take every prediction
+        return made
 
     def __repr__(self) -> str:
         config = {k: v for k, v in self.scheduler.config.items() if not k.startswith("_")}
