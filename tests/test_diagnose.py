@@ -18,7 +18,7 @@ from trueup.parametrization import Parametrization
 from trueup.process import DiscreteVP, Flow
 
 LINEAR = DiscreteVP.linear()
-COUNT = 16
+COUNT = 12
 
 
 @pytest.fixture(scope="module")

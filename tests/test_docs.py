@@ -88,6 +88,9 @@ def here(tmp_path, untrained, monkeypatch):
         Image.fromarray(picture).save(tmp_path / "my-images" / f"{k}.png")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    for function in (trueup.calibrate, trueup.fit_solver):  # counts that take less time, as for commands
+        monkeypatch.setitem(function.__kwdefaults__, "trajectories", 32)
+    monkeypatch.setitem(trueup.fitting.judge.__kwdefaults__, "trajectories", 16)
     return tmp_path
 
 

@@ -296,10 +296,11 @@ def test_half_precision_is_not_rounding_to_few_values():
     assert "float8" in few_values(torch.nn.ParameterList([torch.randn(64, 64).to(torch.float8_e4m3fn)]))
 
 
-def test_misuse_comes_first_and_alone():
+def test_misuse_comes_first_and_alone_and_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr("trueup.doctor.checkup.measure", None)
     mixture = smooth_mixture(8)
     wrong = trueup.Denoiser(mixture.denoiser(VP).network, VP, "velocity", (1, 8, 8), data_range=None)
-    found = examined(wrong, mixture.sample(64), use=None)
+    found = check(wrong, Images(mixture.sample(64)))
     assert kinds(found) == ["misuse"]
     assert "noise prediction" in found.findings[0].sentence
     assert '"noise"' in found.findings[0].advice
@@ -364,6 +365,11 @@ def test_the_command_ends_in_a_diagnosis(model, images):
     assert said["diagnosis"]["findings"][0]["kind"] == "misuse"
     assert said["problem"].startswith(said["diagnosis"]["findings"][0]["sentence"])
     assert not said["diagnosis"]["healthy"]
+    assert said["verdict"] == "the model seems not to be used as it was trained: nothing was measured."
     verdict, brief = trueup_command(*base, "--quiet").stdout.splitlines()
-    assert verdict.startswith("verdict: the model is not used as it was trained")
+    assert verdict.startswith("verdict: the model seems not to be used as it was trained")
     assert brief.startswith("diagnosis: misuse: ")
+    trusted = trueup_command(*base, "--trust", "--json")
+    assert trusted.returncode == 0
+    assert len(json.loads(trusted.stdout)["levels"]) > 1
+    assert "used as it was trained" not in trusted.stderr

@@ -120,6 +120,7 @@ def parser() -> _Parser:
     _add_fit(check)
     surely = "exit with 1 if calibrating would surely gain more than X bits/dim of the likelihood bound"
     check.add_argument("--fail-above", type=typed.positive_float, metavar="X", help=surely)
+    check.add_argument("--trust", **_FLAG, help="measure even if the model seems to be used wrongly")
     check.add_argument("--figure", **_FIGURE)
     check.add_argument("-o", "--output", **_FILE, help="write JSON, for `report --with` say")
     check.add_argument("--force", **_FLAG, help="replace FILE if it exists")

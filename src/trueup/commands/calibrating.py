@@ -18,7 +18,7 @@ from trueup.doctor import check as diagnose
 from trueup.errors import Argument, TrueupError
 from trueup.estimate import Moments, classes_of, fit, measure
 from trueup.estimate import merge as merge_moments
-from trueup.estimate.diagnose import Diagnosis, look
+from trueup.estimate.diagnose import Diagnosis, look, unless_trusted
 from trueup.figure import check_figure, draw, draw_samplers
 from trueup.fitting import fit_solver, judge, labels_of
 from trueup.fitting import samplers as compare_samplers
@@ -176,8 +176,9 @@ def check(options: argparse.Namespace) -> int:
     if options.figure is not None:
         check_figure(options.figure)
     denoiser = shared.open_model(options)
-    use = _look_for_mistakes(denoiser, options)
-    problem = None if use.problem is None else use.problem.phrased(Argument.option)
+    use = Diagnosis(math.nan) if options.trust else _look_for_mistakes(denoiser, options)
+    if use.problem is not None:
+        return _say_misuse(denoiser, options, use, unless_trusted(use.problem).phrased(Argument.option))
     moments, data = _measure(denoiser, options, None)
     calibration = _fit(moments, options)
     if options.judged:
@@ -193,18 +194,38 @@ def check(options: argparse.Namespace) -> int:
     low = calibration.uncalibration.low
     unknown = options.fail_above is not None and math.isnan(low)
     failed = options.fail_above is not None and low > options.fail_above
-    more = {"problem": problem, "failed": failed, "skipped": moments.skipped, "diagnosis": found.as_json()}
+    more = {"problem": None, "failed": failed, "skipped": moments.skipped, "diagnosis": found.as_json()}
     written = shared.write_json(options, {**as_json(calibration), **more})
     _report(calibration, options, more, found)
     if written:
         say(options, f"wrote {options.output}")
-    if problem is not None:
-        warn(problem)
-    elif unknown:
+    if unknown:
         warn("too few images to say whether it is miscalibrated: use more --images")
     elif failed:
         warn(f"miscalibrated by at least {low:.2g} bits/dim, above {options.fail_above:g}")
-    return 2 if problem is not None or unknown else int(failed)
+    return 2 if unknown else int(failed)
+
+
+def _say_misuse(denoiser: Denoiser, options: argparse.Namespace, use: Diagnosis, problem: str) -> int:
+    """Of a model that is not used as it was trained: whatever else could be measured would say nothing."""
+    found = diagnose(
+        denoiser, shared.images_of(options, denoiser), use=use, phrase=Argument.option, progress=False
+    )
+    values = {"problem": problem, "failed": False, "diagnosis": found.as_json()}
+    verdict = "the model seems not to be used as it was trained: nothing was measured."
+    if shared.write_json(options, {"verdict": verdict, **values}):
+        say(options, f"wrote {options.output}")
+    show(options, {"verdict": verdict, **values}, f"verdict: {verdict}{_diagnosed(found, options)}")
+    warn(problem)
+    return 2
+
+
+def _diagnosed(found: Checkup, options: argparse.Namespace) -> str:
+    """What the doctor found, below the verdict."""
+    if options.quiet:
+        return f"\ndiagnosis: {found.lines()[0]}"
+    lines = "\n".join(f"  {line}" for line in found.lines())
+    return f"\n\ndiagnosis (shares of the loss are averages over noise levels):\n{lines}"
 
 
 def _look_for_mistakes(denoiser: Denoiser, options: argparse.Namespace) -> Diagnosis:
@@ -245,18 +266,12 @@ def _report(
     calibration: Calibration, options: argparse.Namespace, more: dict[str, Any], found: Checkup | None = None
 ) -> None:
     """The table, the chart, the verdict and the diagnosis there may be; or JSON."""
-    if more.get("problem") is not None:
-        text = "verdict: the model is not used as it was trained, so that its other numbers say nothing."
-    elif options.quiet:
+    if options.quiet:
         text = f"verdict: {calibration.verdict()}"
     else:
         text = as_text(calibration, plain=plain_output())
-    if found is not None and options.quiet:
-        text += f"\ndiagnosis: {found.lines()[0]}"
-    elif found is not None:
-        text += "\n\ndiagnosis (shares of the loss are averages over noise levels):\n" + "\n".join(
-            f"  {line}" for line in found.lines()
-        )
+    if found is not None:
+        text += _diagnosed(found, options)
     if options.command == "inspect":
         origin = calibration.provenance
         weights = next(iter((origin.get("weights") or {}).values()), "none")

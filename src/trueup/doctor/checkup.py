@@ -34,6 +34,7 @@ def check(
     moments: Moments | None = None,
     use: Diagnosis | None = None,
     seed: int = 0,
+    trust: bool = False,
     phrase: Callable[[Argument], str] = str,
     progress: bool | None = None,
 ) -> Checkup:
@@ -41,16 +42,17 @@ def check(
 
     model, data: as in `trueup.calibrate`, of which 100 images are measured if nothing is said. moments: what
     was measured before, by `trueup.estimate.measure`, and need not be again. use: what
-    `trueup.estimate.diagnose.look` found, likewise. phrase: how advice calls arguments.
+    `trueup.estimate.diagnose.look` found, likewise. phrase: how advice calls arguments. Of a network that
+    seems to be used otherwise than it was trained nothing is measured; trust: not looked for.
     """
     denoiser = as_denoiser(model)
     denoiser.check_bare()
     samples = open_images(data, denoiser, count=IMAGES)
     if use is None:
-        use = look(denoiser, samples)
-    if moments is None:
+        use = Diagnosis(math.nan) if trust else look(denoiser, samples)
+    if moments is None and use.problem is None:
         moments = measure(denoiser, samples.images, seed=seed, trust=True, progress=progress)
-    if tuple(moments.shape) != denoiser.shape:
+    if moments is not None and tuple(moments.shape) != denoiser.shape:
         raise TrueupError(
             f"these moments are of samples of {tuple(moments.shape)}, the network's are {denoiser.shape}"
         )
@@ -69,7 +71,7 @@ def check(
         findings += _of_modes(seen)
         measured_so = not (seen.evaluated.random or seen.evaluated.mixes)
     limits: dict[str, float] = {}
-    if use.problem is None and measured_so:
+    if use.problem is None and measured_so and moments is not None:
         parts = Parts(moments)
         if not enough_folds(parts.rows).all():
             notes.append("too few images to say what is off in the mean or in the bands")
@@ -80,7 +82,9 @@ def check(
             findings += own
         findings += _terminal(parts, denoiser)
     findings.sort(key=_order)
-    return Checkup(findings, moments.images, limits, notes, {"weights": denoiser.fingerprint()})
+    looked_at = 0 if batch is None else len(batch)
+    images = looked_at if moments is None else moments.images
+    return Checkup(findings, images, limits, notes, {"weights": denoiser.fingerprint()})
 
 
 def _order(finding: Finding) -> tuple[int, float]:

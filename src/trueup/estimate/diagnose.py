@@ -61,9 +61,14 @@ def check_use(denoiser: Denoiser, samples: Samples) -> Diagnosis:
     """Raise ModelError if a network seems to be used wrongly, tried on the first of the images."""
     found = look(denoiser, samples)
     if found.problem is not None:
-        advice = f"{found.problem.advice} (or pass {{}} to go on as it is)"
-        raise ModelError(found.problem.problem, advice, *found.problem.arguments, Argument("trust", True))
+        raise unless_trusted(found.problem)
     return found
+
+
+def unless_trusted(problem: ModelError) -> ModelError:
+    """The same, with the way round it."""
+    advice = f"{problem.advice} (or pass {{}} to go on as it is)"
+    return ModelError(problem.problem, advice, *problem.arguments, Argument("trust", True))
 
 
 def look(denoiser: Denoiser, samples: Samples) -> Diagnosis:
