@@ -10,7 +10,8 @@ VENV ?= .venv
 BIN := $(VENV)/$(SCRIPTS)
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Modules are compiled when they are first imported: most of those that are installed never are.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 .PHONY: setup test lint docs dist demo clean
 
