@@ -77,9 +77,9 @@ def test_quiet_prints_the_verdict_and_nothing_else(model, images, tmp_path):
     assert done.stderr == ""
 
 
-def test_check_writes_nothing_and_fails_above(tmp_path):
+def test_check_writes_nothing_and_fails_above(model, images, tmp_path):
     before = sorted(tmp_path.iterdir())
-    base = ("check", "bundled:raw", "--data", "bundled:images", "--images", 20, "--quiet", "--no-samples")
+    base = ("check", model, "--data", images, "--trust", "--quiet", "--no-samples")
     passed = trueup_command(*base, "--fail-above", 100, cwd=tmp_path)
     assert passed.returncode == 0, passed.stderr
     assert "miscalibrated" in passed.stdout
@@ -520,6 +520,6 @@ def test_nobody_looking_gets_lines_and_quiet_gets_none(calibrate, model, images,
 def test_the_command_says_how_many_images_occurred_before(model, some, tmp_path):
     for i, path in enumerate(sorted(some.iterdir())[:2]):
         shutil.copy(path, some / f"again{i}.png")
-    for command in (("calibrate", "--trust", "-o", tmp_path / "x"), ("check",)):
+    for command in (("calibrate", "--trust", "-o", tmp_path / "x"), ("check", "--trust")):
         done = trueup_command(command[0], model, "--data", some, *command[1:], "--images", 14)
         assert "images that occurred before and count once: 2" in done.stderr

@@ -144,5 +144,5 @@ def test_what_has_no_classes_is_refused_in_a_line(net, model, images, data, tmp_
 
 
 def test_check_looks_at_classes_too(net, data):
-    done = trueup_command("check", net, "--data", data, "--per-class", "--no-samples", "--json")
+    done = trueup_command("check", net, "--data", data, "--per-class", "--no-samples", "--trust", "--json")
     assert [row["label"] for row in json.loads(done.stdout)["classes"]] == [0, 1, 2]

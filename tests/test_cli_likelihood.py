@@ -323,7 +323,7 @@ def test_figure_1_and_the_score_from_a_file(model, images, calibration, tmp_path
     assert said["bits_per_dim"]["low"] == pytest.approx(score.low)
     assert 0 < said["share_of_loss"]["value"] < 1
     refused(trueup_command("inspect", calibration, "--figure", tmp_path / "f.gif"), ".png, .svg or .pdf")
-    base = ("check", model, "--data", images, "--images", 20, "--quiet", "--estimator", "paired")
+    base = ("check", model, "--data", images, "--images", 20, "--trust", "--quiet", "--estimator", "paired")
     done = trueup_command(*base, "--figure", tmp_path / "g.svg")
     assert (tmp_path / "g.svg").exists()
     refused(trueup_command(*base, "--figure", tmp_path / "f.gif"), ".png, .svg or .pdf")

@@ -140,7 +140,7 @@ def test_a_fitted_solver_is_evaluated_by_name(model, images, calibration, tmp_pa
 
 
 def test_samples_judge_unless_they_are_left_out(model, images, tmp_path):
-    base = ("check", model, "--data", images, "--images", 30, "--json", "--quiet")
+    base = ("check", model, "--data", images, "--images", 30, "--trust", "--json", "--quiet")
     seen, left_out = (json.loads(trueup_command(*base, *more).stdout) for more in ((), ("--no-samples",)))
     assert seen["samples"]["trajectories"] == 64
     assert set(seen["samples"]["miss"]) == {"none", "sqrt", "response"}

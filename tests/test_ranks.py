@@ -203,11 +203,7 @@ def long_commands(model, images, out):
     """Every command that takes long, with a number of batches that no number of ranks divides."""
     known = {"MODEL": model, "IMAGES": images}
     for name, words in LONG.items():
-        trusted = (
-            ()
-            if name in ("generated", "check", "sample", "one-file", "samplers", "evaluate")
-            else ("--trust",)
-        )
+        trusted = () if name in ("generated", "sample", "one-file", "samplers", "evaluate") else ("--trust",)
         bad = ("--skip-bad",) if "IMAGES" in words else ()
         words = (*words, *trusted, *bad, "--device", "cpu", "--batch-size", 4, *MORE.get(name, ()))
         yield name, [str(known.get(word, word)).replace("OUT", str(out)) for word in words]
