@@ -185,6 +185,26 @@ def test_whoever_is_stopped_says_how_to_go_on(model, images, tmp_path, name, cod
     assert trueup_command(*command).returncode == 0
 
 
+TWICE = """
+import os, signal, sys, time
+from trueup import cli
+
+def say_it(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+
+cli._run = cli._kept = say_it  # in the middle of the work, and while the first is being answered
+sys.exit(cli.main(["calibrate", "m", "--data", "x", "--run", "r", "-o", "o"]))
+"""
+
+
+@signals
+def test_whoever_is_told_twice_to_end_ends(tmp_path):
+    done = subprocess.run([sys.executable, "-c", TWICE], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGTERM
+    assert "Traceback" not in done.stderr
+
+
 def test_a_run_with_other_settings_or_images_is_refused(model, images, some, tmp_path):
     out = tmp_path / "x"
     base = ("calibrate", model, "-o", out, "--trust", "--quiet", "--force")

@@ -304,6 +304,10 @@ def test_misuse_comes_first_and_alone_and_nothing_is_measured(monkeypatch):
     assert kinds(found) == ["misuse"]
     assert "noise prediction" in found.findings[0].sentence
     assert '"noise"' in found.findings[0].advice
+    monkeypatch.undo()
+    trusted = check(wrong, Images(mixture.sample(64)), trust=True, progress=False)
+    assert trusted.images == 64
+    assert "misuse" not in kinds(trusted)
 
 
 # --- what it is told, and tells
