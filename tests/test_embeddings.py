@@ -259,7 +259,7 @@ def test_wrong_widths_and_missing_conditions_are_said(linear):
         finally:
             del network.network.error
     level = torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(TrueupError, match="needs its embedding y"):
+    with pytest.raises(TrueupError, match="needs its own"):
         moments.add(level, level, x, x, x)
 
 

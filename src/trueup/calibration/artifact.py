@@ -12,11 +12,14 @@ from torch import Tensor
 
 from trueup import __version__, fitted, stored
 from trueup.bands import Bands, kept_frequencies
+from trueup.calibration import conditions as embeddings
+from trueup.calibration import pictures
 from trueup.calibration.classes import OfClass
-from trueup.calibration.conditions import OfConditions, pack_conditions, unpack_conditions
+from trueup.calibration.conditions import OfConditions
 from trueup.calibration.correction import CHANGED, GAINS, Correction, Innovation
 from trueup.calibration.drawn import pack_drawn, pack_maps, unpack_drawn, unpack_maps
 from trueup.calibration.evidence import Evidence, SampleEvidence
+from trueup.calibration.pictures import OfPictures
 from trueup.calibration.shares import Shares
 from trueup.denoiser import Binding
 from trueup.denoiser.layout import LAYOUTS
@@ -55,7 +58,9 @@ def pack_calibration(calibration: Any) -> tuple[dict[str, Any], dict[str, Tensor
         of_classes.append(entry)
     of_conditions = None
     if calibration.conditions is not None:
-        of_conditions, more = pack_conditions(calibration.conditions, correction.bands)
+        by_picture = isinstance(calibration.conditions, OfPictures)
+        pack: Any = pictures.pack_pictures if by_picture else embeddings.pack_conditions
+        of_conditions, more = pack(calibration.conditions, correction.bands)
         single |= more
     tensors: dict[str, Tensor] = {
         "t": calibration.t,
@@ -138,7 +143,7 @@ def _unpack_correction(
 def identity_of(
     correction: Correction,
     classes: Sequence[OfClass],
-    conditions: OfConditions | None,
+    conditions: OfConditions | OfPictures | None,
     gains: str,
     provenance: dict[str, Any],
 ) -> str:
@@ -153,8 +158,7 @@ def identity_of(
         for part in _parts(one)  # type: ignore[arg-type]
     ]
     if conditions is not None:
-        projection = vars(conditions.projection).values()
-        tensors += [part.float() for part in (*projection, conditions.maps, conditions.support)]
+        tensors += [part.float() for part in conditions.tensors]
     return digest_of(settings, tensors)
 
 
@@ -205,11 +209,16 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
     solvers = _solvers(part(meta, "solvers", list), groups["solver"], shape, process)
     correction = _unpack_correction(meta, groups["correction"], lam, channels, bands)
     classes = _classes(part(meta, "classes", list), groups["class"], correction, channels)
-    conditions = None
+    conditions: OfConditions | OfPictures | None = None
     if groups["condition"]:
-        conditions = unpack_conditions(
-            part(meta, "condition", dict), groups["condition"], correction, channels
-        )
+        about = part(meta, "condition", dict)
+        kinds: dict[Any, Any] = {
+            embeddings.KIND: embeddings.unpack_conditions,
+            pictures.KIND: pictures.unpack_pictures,
+        }
+        if about.get("kind") not in (embeddings.KIND, pictures.KIND):
+            raise ArtifactError("its conditions are of no known kind")
+        conditions = kinds[about["kind"]](about, groups["condition"], correction, channels)
     gains = word(meta, "gains")
     if gains not in GAINS:
         raise ArtifactError(f"its gains are {gains!r}, expected one of {', '.join(GAINS)}")

@@ -19,6 +19,7 @@ from trueup.calibration.conditions import OfConditions
 from trueup.calibration.correction import Correction, check_gains
 from trueup.calibration.drawn import Drawn
 from trueup.calibration.evidence import Evidence, SampleEvidence
+from trueup.calibration.pictures import OfPictures
 from trueup.calibration.shares import Shares
 from trueup.calibration.sharing import find_calibration, push_folder, save_folder
 from trueup.denoiser import Denoiser
@@ -52,7 +53,7 @@ class Calibration:
     solvers: tuple[FittedSolver, ...] = ()  # for few steps, no two for the same evaluations and guidance
     gains: str = "sqrt"  # of the correction that samples are drawn with, see `Correction.with_gains`
     classes: tuple[OfClass, ...] = ()  # of moments kept by class; `correction` is that of all together
-    conditions: OfConditions | None = None  # what depends on an embedding, beyond `correction`
+    conditions: OfConditions | OfPictures | None = None  # what depends on conditions, beyond `correction`
     drawn: tuple[Drawn, ...] = ()  # samples that it was judged by, to look at
 
     def __post_init__(self) -> None:
@@ -167,7 +168,7 @@ class Calibration:
             provenance={**self.provenance, "measured_shape": list(self.shape)},
             solvers=tuple(solver.resized(spatial) for solver in self.solvers),
             classes=tuple(replace(of, correction=c) for of, c in zip(self.classes, own, strict=True)),
-            conditions=None if conditions is None else conditions.resized(spatial, made),
+            conditions=None if conditions is None else conditions.resized(spatial, made, mean),
             drawn=(),
         )
 

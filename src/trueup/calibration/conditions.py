@@ -19,6 +19,7 @@ from trueup.errors import ArtifactError, AttachError
 from trueup.statistics import Number
 from trueup.stored import LARGEST, Bounds, check_tensors, kept_coefficients, packed, part, total, whole
 
+KIND = "embedding"
 FAR = 3.0  # standard deviations: beyond, a condition is taken to be no farther than this from the usual ones
 
 
@@ -87,7 +88,12 @@ class OfConditions:
         """Whether it does nothing."""
         return not self.maps.any()
 
-    def resized(self, spatial: Sequence[int], bands: Bands) -> OfConditions:
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All it consists of."""
+        return [*vars(self.projection).values(), self.maps, self.support]
+
+    def resized(self, spatial: Sequence[int], bands: Bands, data_mean: Tensor) -> OfConditions:
         """On another grid than that of bands, see `Correction.resized`: maps are pictures."""
         if tuple(spatial) == bands.spatial:
             return self
@@ -123,7 +129,7 @@ def pack_conditions(of: OfConditions, bands: Bands) -> tuple[dict[str, Any], dic
     """As metadata and tensors."""
     kept, maps = packed(of.maps, bands)
     tensors = {**vars(of.projection), "maps": maps, "support": of.support}
-    meta = {"kept_bands": kept, "conditions": of.conditions, "gain": of.gain.plain()}
+    meta = {"kind": KIND, "kept_bands": kept, "conditions": of.conditions, "gain": of.gain.plain()}
     return meta, {f"condition.{name}": tensor.float() for name, tensor in tensors.items()}
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trueup.bands import along_last_axes
 from trueup.calibration.calibration import Calibration
+from trueup.calibration.pictures import OfPictures
 from trueup.calibration.tables import Tables, between_nodes, make_tables, nodes_of
 from trueup.denoiser import Binding, prediction
 from trueup.denoiser.adapters import Watch
@@ -53,6 +54,7 @@ class CorrectOutput:
         self.null_label = calibration.provenance.get("null_label")
         self.conditions = calibration.conditions if form != "none" else None
         self.by_level = not all(made.empty for made in (self.correction, *self.classes.values()))
+        self.by_level = self.by_level or isinstance(self.conditions, OfPictures)
         self.empty = not self.by_level and self.conditions is None
         if self.empty:
             return
@@ -153,8 +155,9 @@ class CorrectOutput:
             return corrected
         knots = self._knots(times, y, output, tables)
         mean, variance = output[:, :channels], output[:, channels:]
-        made = self._by_level(mean, x_t, knots, tables) if self.by_level else mean
-        if self.conditions is not None:
+        seen = self._picture(y, output, tables) if tables.told is not None else None
+        made = self._by_level(mean, x_t, knots, tables, seen) if self.by_level else mean
+        if tables.seen is not None:
             made = (made.to(dtype) - self._of_embedding(knots, y, mean, tables)).to(mean.dtype)
         return torch.cat([made, variance], 1) if variance.shape[1] else made
 
@@ -208,8 +211,23 @@ class CorrectOutput:
         box = [matrix.shape[1] for matrix in back]
         return along_last_axes(made.view(-1, self.shape[0], *box), back)
 
-    def _by_level(self, output: Tensor, x_t: Tensor, knots: Tensor, tables: Tables) -> Tensor:
-        """What every row has at its level, or its class has."""
+    def _picture(self, y: Any, output: Tensor, tables: Tables) -> Tensor:
+        """The DCT of the pictures that a network was told, (B or 1, M, *box)."""
+        size = tuple(matrix.shape[1] for matrix in tables.told or ())
+        count = self.conditions.size[0] if isinstance(self.conditions, OfPictures) else 0
+        if not isinstance(y, Tensor) or y.shape[1:] != (count, *size) or len(y) not in (1, len(output)):
+            got = "without one" if y is None else f"with {type(y).__name__} {tuple(getattr(y, 'shape', ()))}"
+            wanted = f"one of {(count, *size)} a row"
+            raise AttachError(
+                f"this calibration is by a condition's picture, {wanted}, and the network was called {got}"
+            )
+        assert tables.told is not None
+        return along_last_axes(y.to(tables.told[0], non_blocking=True), tables.told)
+
+    def _by_level(
+        self, output: Tensor, x_t: Tensor, knots: Tensor, tables: Tables, seen: Tensor | None = None
+    ) -> Tensor:
+        """What every row has at its level, or its class has; seen: of the pictures the network was told."""
         dtype = _wide(output.dtype)
         if self.constant_only:
             constant = knots @ tables.constant
@@ -234,6 +252,11 @@ class CorrectOutput:
             every = constant.view(*a.shape[:2], -1).expand(*delta.shape[:2], -1)
             delta = delta.index_add(2, tables.places, every)
         delta = delta + (on_x[..., None] * a + on_u[..., None] * d) * input_z
+        if seen is not None:
+            assert tables.by_told is not None
+            gains = on_b * (near * tables.by_told[row] + far * tables.by_told[row + 1])  # (B, C * M * bands)
+            gains = gains.view(len(gains), self.shape[0], seen.shape[1], -1)[..., tables.bands]
+            delta = delta + (gains * seen.flatten(2)[:, None]).sum(2)  # over (B, C, M, box)
         back = along_last_axes(delta.view(-1, *z.shape[1:2], *z.shape[3:]), tables.backward)
         return (wide - back).to(output.dtype)
 

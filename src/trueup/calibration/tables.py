@@ -13,8 +13,9 @@ from torch import Tensor
 
 from trueup.bands import Bands, dct_matrix
 from trueup.calibration.calibration import Calibration
-from trueup.calibration.conditions import Projection
+from trueup.calibration.conditions import OfConditions, Projection
 from trueup.calibration.correction import interpolation_weights, level_position, refinement
+from trueup.calibration.pictures import OfPictures, grid_scale, onto
 
 _NODES = 8192  # times at which the interpolation is tabulated; a row uses the nearest
 
@@ -39,6 +40,8 @@ class Tables(NamedTuple):
     seen: Projection | None = None  # of an embedding
     maps: Tensor | None = None  # (R, Q, C * low box), what depends on it
     low: list[Tensor] | None = None  # their matrices back
+    told: list[Tensor] | None = None  # the DCT's matrices of a condition's picture, onto the box
+    by_told: Tensor | None = None  # (R, C * M * bands), gains on it
 
     def between(self, times: Tensor | float) -> Tensor:
         """The boundaries to compare times with."""
@@ -88,6 +91,11 @@ def make_tables(
     sized = calibration.resized(spatial)
     every = (sized.correction, *(sized.for_class(y) for y in labels))
     correction, *own = (one.with_gains(form).refined() for one in every)
+    of_pictures = sized.conditions if isinstance(sized.conditions, OfPictures) and form != "none" else None
+    picture_gains = None
+    if of_pictures is not None:  # its part in output and input is as any other correction's
+        rest, picture_gains = of_pictures.refined()
+        correction = correction.plus(rest)
     alpha, sigma = process.alpha(nodes), process.sigma(nodes)
     k_output = parametrization.deps_doutput(alpha, sigma)  # eps_hat = k_output output + k_input x_t
     p, q = parametrization.coefficients(alpha, sigma)
@@ -112,7 +120,10 @@ def make_tables(
     elif by_level:
         bands = correction.bands
         b, a, d = (torch.cat([getattr(made, n) for made in (correction, *own)]) for n in ("b", "a", "d"))
-        gained = bands.spread_all(((a != 0) | (d != 0)).any(0).any(0))
+        gains = ((a != 0) | (d != 0)).any(0).any(0)
+        if picture_gains is not None:
+            gains = gains | (picture_gains != 0).flatten(0, 2).any(0)
+        gained = bands.spread_all(gains)
         box = _box(bands.fill((b != 0).any(0).any(0)) | gained, spatial)
         if bands.whole:
             constant = _crop(b, spatial, box).flatten(1)
@@ -127,14 +138,19 @@ def make_tables(
             _crop(bands.index.flatten(), spatial, box),
         )
         matrices = [put(dct_matrix(n)[:k]) for n, k in zip(spatial, box, strict=True)]
-    embedded: tuple[Any, ...] = ()
-    if sized.conditions is not None and form != "none":
+    by_condition: dict[str, Any] = {}
+    if of_pictures is not None and picture_gains is not None:
+        size, box_of = of_pictures.size[1:], [torch.arange(len(matrix)) for matrix in matrices]
+        first, *others = onto(size, box_of)
+        first = grid_scale(size, spatial) * first
+        by_condition = {"told": [put(m) for m in (first, *others)], "by_told": put(picture_gains.flatten(1))}
+    elif isinstance(sized.conditions, OfConditions) and form != "none":
         maps = sized.conditions.refined(sized.correction.lam, kept)
         low_box = _box((maps != 0).flatten(0, -2).any(0).reshape(kept.box), kept.box)
         back = [matrix.T.contiguous() for matrix in _rows(kept, low_box)]
         seen = Projection(*map(put, vars(sized.conditions.projection).values()))
         cropped = put(_crop(maps, kept.box, low_box).flatten(2))
-        embedded = (seen, cropped, [put(matrix) for matrix in back])
+        by_condition = {"seen": seen, "maps": cropped, "low": [put(matrix) for matrix in back]}
     return Tables(
         put(boundaries),
         put(boundaries.floor(), torch.int64),  # for whole t the same comparison
@@ -148,7 +164,7 @@ def make_tables(
         _fused_kernel(device, spatial) if len(matrices) == 2 and kept.whole else None,
         places,
         pictured,
-        *embedded,
+        **by_condition,
     )
 
 

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from trueup.calibration.evidence import of_samples
+from trueup.calibration.pictures import OfPictures
 from trueup.statistics import Number
 
 FEWEST_IMAGES = 20  # fewer cannot say that there is nothing to correct
@@ -66,6 +67,8 @@ def verdict(calibration: Any) -> str:
     seen = calibration.samples
     on_samples = "" if seen is None else f" {seen.verdict(calibration.gains)}"
     if calibration.correction.empty:
+        if isinstance(calibration.conditions, OfPictures):
+            return f"calibrated within noise, but it could make more of its condition.{on_samples}"
         if calibration.conditions is not None:
             return f"calibrated within noise over all conditions, but not in each of them.{on_samples}"
         own = [of for of in calibration.classes if of.correction is not None]
@@ -136,12 +139,16 @@ def summary(calibration: Any) -> str:
 
 
 def _of_classes(calibration: Any) -> list[str]:
-    """Which classes differ, by how much; and what embeddings do."""
+    """Which classes differ, by how much; and what embeddings or pictures do."""
     if calibration.conditions is not None:
+        gain = f"{_pm(calibration.conditions.gain)} nats of the likelihood bound"
+        if isinstance(calibration.conditions, OfPictures):
+            channels = _count(calibration.conditions.size[0], "channel")
+            told = f"in the bands of the condition's picture ({channels})"
+            return [f"beyond it, a correction {told}: {gain}, held out"]
         seen, count = calibration.conditions.projection, calibration.conditions.conditions
         kind = "linear in" if seen.linear == seen.count else "a small network of"
         told = f"{kind} {seen.linear} components of {count:,} embeddings"
-        gain = f"{_pm(calibration.conditions.gain)} nats of the likelihood bound"
         return [f"beyond it, a correction {told}: {gain}, at conditions that were held out"]
     if not calibration.classes:
         return []

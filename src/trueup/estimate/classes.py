@@ -15,12 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trueup.calibration import Calibration, Correction, Innovation, OfClass
+from trueup.calibration import Calibration, Correction, Innovation, OfClass, OfConditions, OfPictures
 from trueup.estimate import confirm
+from trueup.estimate.by_picture import fit_pictures
 from trueup.estimate.confirm import HeldOut
 from trueup.estimate.embeddings import fit_conditions
 from trueup.estimate.families import FAMILIES, Family
 from trueup.estimate.moments import Moments, U
+from trueup.estimate.pictures import Pictures
 from trueup.estimate.regress import Centred, divide
 from trueup.estimate.solve import (
     PAIRED_FOLDS,
@@ -44,13 +46,18 @@ def fit(moments: Moments, *, family: str = "spectral", estimator: str = "shrunk"
 
     Moments kept by class make a correction for every class as well (`Calibration.classes`). The null label of
     guidance, where `measure` was told of one, is a class of its own, and no part of the others'. Those with
-    sums of what embeddings say make one that depends on them (`Calibration.conditions`).
+    sums of what embeddings or pictures say make one that depends on them (`Calibration.conditions`); of
+    pictures it has gains, which a family without them does not have.
     """
     pooled = fit_pooled(moments.without_class(null_label(moments)), family=family, estimator=estimator)
     if family == "none":
         return pooled
     classes = fit_classes(moments, pooled) if moments.classes else ()
-    conditions = None if moments.conditions is None else fit_conditions(moments, pooled)
+    conditions: OfConditions | OfPictures | None = None
+    if isinstance(moments.conditions, Pictures):
+        conditions = fit_pictures(moments, pooled) if FAMILIES[family].slopes is not None else None
+    elif moments.conditions is not None:
+        conditions = fit_conditions(moments, pooled)
     return replace(pooled, classes=classes, conditions=conditions)
 
 

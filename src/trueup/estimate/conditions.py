@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from trueup.bands import Bands
-from trueup.calibration.conditions import FAR, Projection, pooled, unpack_projection
+from trueup.calibration.conditions import FAR, KIND, Projection, pooled, unpack_projection
 from trueup.errors import ArtifactError, DataError
+from trueup.estimate.sums import Sums
 from trueup.stored import Bounds, check_tensors, whole
 
 FEATURES = 8  # largest components of the embeddings that a correction may be linear in
@@ -29,9 +30,10 @@ _PARTS = ("mean", "basis", "units", "outer")
 
 
 @dataclass(eq=False, repr=False)
-class Conditions:
-    """Sums over evaluations, by fold and noise level, of features and of their products."""
+class Conditions(Sums):
+    """Of features and of their products."""
 
+    NAMES = ("total", "gram", "sums")
     projection: Projection
     bands: int  # the lowest
     conditions: int
@@ -56,8 +58,9 @@ class Conditions:
         """What is looked at, as `see` found it."""
         return self.projection, self.conditions
 
-    def add(self, cell: Tensor, weight: Tensor, c: Tensor, z: Tensor, bands: Bands) -> None:
-        """Add evaluations: cell (B,) fold and level as one number, weight (B,), conditions, (B, 3, C, K)."""
+    def add(self, cell: Tensor, weight: Tensor, c: Tensor, z: Tensor, every: Tensor, bands: Bands) -> None:
+        """Add evaluations: cell (B,) fold and level as one number, weight (B,), conditions, (B, 3, C, K)
+        and, not looked at here, all coefficients."""
         device = self.sums.device
         phi = self.projection.to(device, torch.float32)(c.to(device).float()).double()  # (B, Q)
         low = z[..., bands.coefficients(range(self.bands)).to(device)].double()
@@ -67,29 +70,16 @@ class Conditions:
         for q in range(phi.shape[1]):  # not all at once: that would be large
             self.sums[:, :, q].flatten(0, 1).index_add_(0, cell, own[:, q, None, None, None] * low)
 
-    def decay(self, factor: float) -> None:
-        """Let everything so far count `factor` times as much, in place."""
-        for sums in (self.total, self.gram, self.sums):
-            sums.mul_(factor)
-
-    def to(self, device: torch.device | str) -> Conditions:
-        """The same sums on another device."""
-        return replace(self, **{name: getattr(self, name).to(device) for name in ("total", "gram", "sums")})
-
     def __add__(self, other: Conditions) -> Conditions:
         ours, theirs = (vars(part.projection).values() for part in (self, other))
         if self.bands != other.bands or not all(map(torch.equal, ours, theirs)):
             raise DataError("sums of other features cannot be added")
-        both = {
-            n: getattr(self, n) + getattr(other, n).to(self.sums.device) for n in ("total", "gram", "sums")
-        }
-        return replace(self, conditions=max(self.conditions, other.conditions), **both)
+        return replace(self.plus(other), conditions=max(self.conditions, other.conditions))
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """As metadata and tensors."""
-        tensors = {f"condition.{n}": getattr(self, n).cpu() for n in ("total", "gram", "sums")}
-        tensors |= {f"condition.{n}": getattr(self.projection, n).float() for n in _PARTS}
-        return {"bands": self.bands, "conditions": self.conditions}, tensors
+        tensors = {f"condition.{n}": getattr(self.projection, n).float() for n in _PARTS}
+        return {"kind": KIND, "bands": self.bands, "conditions": self.conditions}, self.named() | tensors
 
 
 def unpack_conditions(

@@ -19,6 +19,7 @@ from torch import Tensor
 from trueup import distributed
 from trueup.calibration.conditions import Projection, pooled
 from trueup.calibration.hook import FIRED
+from trueup.calibration.pictures import size_of_picture
 from trueup.calibration.shares import Shares
 from trueup.denoiser import CORRECTED, Denoiser, in_parts
 from trueup.denoiser.sharded import is_spread
@@ -27,6 +28,7 @@ from trueup.estimate.conditions import Conditions, keys, see
 from trueup.estimate.diagnose import check_use, refuse_nonsense
 from trueup.estimate.levels import check_levels
 from trueup.estimate.moments import Moments
+from trueup.estimate.pictures import Pictures
 from trueup.estimate.run import SHARDS, Resumed, Run, settings_of
 from trueup.estimate.shares import checked_share, dealing, in_order, in_share, of_all_ranks, told_of
 from trueup.hf import as_denoiser
@@ -68,7 +70,8 @@ def measure(
     so many more are read, without being run through the network, to know the data's mean better (the x0
     control of equation 16). classes: keep the sums of these labels apart; where the network's null label is
     one of them, every image is also run with that. per_embedding: keep sums of what the conditions say, which
-    are embeddings; images of one condition then share a fold, so that `Images` may have no groups. run: a
+    are embeddings; images of one condition then share a fold, so that `Images` may have no groups. Of
+    conditions that are pictures sums are kept unasked. run: a
     directory that keeps what was measured: called again, it goes on from there, and with more images it adds
     to them. A network that seems to be used wrongly is refused, unless `trust`. Images that occur twice count
     once.
@@ -114,6 +117,12 @@ def measure(
         provenance["null_label"] = int(denoiser.null_label)
     if per_embedding:
         provenance["per_embedding"] = True
+    picture = None if classes else _picture(samples, denoiser)
+    if picture is not None and per_embedding:
+        problem = "these conditions are pictures, whose bands are looked at unasked"
+        raise DataError(problem, "leave out {}", Argument("per_embedding", True))
+    if picture is not None:
+        provenance["condition"] = list(picture)
     provenance |= denoiser.told()
     kinds: dict[str, Any] = {"edges": edges, "classes": classes, "provenance": provenance}
     moments = Moments.empty(process, check_levels(process, levels), denoiser.shape, **kinds)
@@ -133,6 +142,9 @@ def measure(
             seen: tuple[Projection, int] = found.seen or _embeddings(samples, denoiser)
             cells = (moments.folds, moments.levels)
             moments.conditions = Conditions.empty(*seen, cells, denoiser.shape[0], moments.bands)
+        if picture is not None and moments.conditions is None:
+            cells = (moments.folds, moments.levels)
+            moments.conditions = Pictures.empty(picture, cells, denoiser.shape[0], moments.bands)
         if not trust and not known:
             check_use(denoiser, samples)
         moments = _measure(denoiser, samples, moments, known, kept, progress, own)
@@ -202,6 +214,14 @@ def _embeddings(samples: Samples, denoiser: Denoiser) -> tuple[Projection, int]:
     return see(all_of())
 
 
+def _picture(samples: Samples, denoiser: Denoiser) -> tuple[int, ...] | None:
+    """The size of what the network is told, where that is pictures."""
+    if not denoiser.conditional or denoiser.vocabulary is not None:
+        return None
+    first = samples.first(1)
+    return None if first is None else size_of_picture(first.y, denoiser.shape)
+
+
 def _bind(denoiser: Denoiser, moments: Moments, y: Any) -> None:
     """Note how the network is called, the same from the first sample to the last."""
     if denoiser.conditional and y is None:
@@ -262,7 +282,7 @@ def _measure(
                 raise DataError(NEEDS_LABELS)
             if not len(moments.indices):
                 check_responds(denoiser, batch, seed)
-            if moments.conditions is not None and batch.y is not None:
+            if isinstance(moments.conditions, Conditions) and batch.y is not None:
                 batch = replace(batch, group=keys(denoiser.embedding(batch.y)))
             _bind(denoiser, moments, batch.y)
             add_batch(moments, denoiser, batch, seed)

@@ -33,6 +33,7 @@ from trueup.calibration.correction import Correction
 from trueup.calibration.shares import Shares, joined
 from trueup.errors import TrueupError
 from trueup.estimate.conditions import Conditions
+from trueup.estimate.pictures import Pictures
 from trueup.estimate.stored import KIND, LEVELS, SUMS, dimensions, pack, unpack
 from trueup.files import load_as, save_tensors, unpacked
 from trueup.noise import hashed
@@ -90,7 +91,7 @@ class Moments:
     data_digest: int = 0  # sum of all digests, modulo 2^64
     skipped: list[str] = field(default_factory=list)  # samples left out, and why
     duplicates: int = 0  # samples that occurred before, and count once; not kept in files
-    conditions: Conditions | None = None  # sums of what embeddings say, where they are looked at
+    conditions: Conditions | Pictures | None = None  # sums of what embeddings or pictures say, if looked at
     provenance: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -183,7 +184,7 @@ class Moments:
         cell = (self._cell(index, y, group) if cell is None else cell) * self.levels + level
         w = _weights(weight, cell)  # (B,)
         if self.conditions is not None and y is None:
-            raise TrueupError("these moments are kept by condition: every sample needs its embedding y")
+            raise TrueupError("these moments are kept by condition: every sample needs its own (y)")
         rows = len(cell) if self.bands.whole else max(1, _AT_ONCE // math.prod(self.shape))
         for start in range(0, len(cell), rows):
             part = slice(start, start + rows)
@@ -215,7 +216,7 @@ class Moments:
             getattr(self, name).flatten(0, 2).index_add_(0, cell, term)
         if self.conditions is not None:
             assert y is not None
-            self.conditions.add(cell, w, y, z, self.bands)
+            self.conditions.add(cell, w, y, z, every, self.bands)
 
     @full_precision()
     def add_samples(
@@ -302,7 +303,7 @@ class Moments:
         added = {name: getattr(self, name) + getattr(other, name) for name in summed}
         added |= {name: torch.cat([getattr(self, name), getattr(other, name)]) for name in _NOTES}
         if self.conditions is not None and other.conditions is not None:
-            added["conditions"] = self.conditions + other.conditions
+            added["conditions"] = self.conditions + other.conditions  # type: ignore[operator]
         chosen = dict.fromkeys(m.provenance.get("chosen") for m in (self, other))
         provenance = dict(self.provenance)
         if name := other.provenance.get("base_model"):

@@ -93,7 +93,7 @@ def of_all_ranks(moments: Moments, samples: Samples) -> Moments:
         raise DataError("an image was measured by two ranks: give all ranks the same images")
     distributed.add(getattr(moments, name) for name in SUMS)
     if moments.conditions is not None:
-        distributed.add((moments.conditions.total, moments.conditions.gram, moments.conditions.sums))
+        distributed.add(moments.conditions.tensors)
     provenance = dict(moments.provenance)
     if len(indices):  # a rank without images cannot tell how the network is called
         provenance["binding"] = next(one[2] for one in said if len(one[0]))

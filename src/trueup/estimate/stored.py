@@ -11,8 +11,11 @@ from torch import Tensor
 
 from trueup.bands import Bands, kept_frequencies
 from trueup.calibration.artifact import check_provenance
+from trueup.calibration.conditions import KIND as EMBEDDING
+from trueup.calibration.pictures import KIND as PICTURE
 from trueup.errors import ArtifactError
 from trueup.estimate.conditions import Conditions, unpack_conditions
+from trueup.estimate.pictures import Pictures, unpack_pictures
 from trueup.process import from_settings
 from trueup.stored import Bounds, check_tensors, part, sample_shape, whole
 
@@ -72,14 +75,19 @@ def unpack(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, 
     of_conditions = {name: tensor for name, tensor in tensors.items() if name.startswith("condition.")}
     tensors = {name: tensor for name, tensor in tensors.items() if name not in of_conditions}
     check_tensors(tensors, bounds)
-    conditions = None
+    conditions: Conditions | Pictures | None = None
     if of_conditions:
         about = part(meta, "condition", dict)
-        conditions = unpack_conditions(about, of_conditions, (cells[1], levels), shape[0], bands)
+        kinds: dict[Any, Any] = {EMBEDDING: unpack_conditions, PICTURE: unpack_pictures}
+        if about.get("kind") not in kinds:
+            raise ArtifactError("its conditions are of no known kind")
+        conditions = kinds[about["kind"]](about, of_conditions, (cells[1], levels), shape[0], bands)
     _check_levels(provenance, tensors)
     _check_sums(bands, tensors)
-    if conditions is not None:
+    if isinstance(conditions, Conditions):
         _check_conditions(conditions, bands, tensors)
+    if isinstance(conditions, Pictures):
+        _check_pictures(conditions, bands, tensors)
     _check_data(tensors)
     skipped = part(meta, "skipped", list)
     if not all(isinstance(reason, str) for reason in skipped):
@@ -150,6 +158,25 @@ def _check_conditions(of: Conditions, bands: Bands, tensors: Mapping[str, Tensor
         ("total", of.total.square(), rows * power),
         ("gram", of.gram.square(), sizes),
         ("sums", products, most),
+    ):
+        if _above(value, largest):
+            raise ArtifactError(f"condition.{name} is larger than its squares allow")
+
+
+def _check_pictures(of: Pictures, bands: Bands, tensors: Mapping[str, Tensor]) -> None:
+    """The same of pictures, in every band."""
+    rows, second = tensors["rows"].sum(0)[..., None, None], tensors["second"].sum(0)
+    power = torch.diagonal(of.gram, dim1=2, dim2=3).movedim(-1, 2)  # (F, L, M, bands)
+    squares = torch.stack([second[:, :, PAIRS.index((i, i))] for i in range(3)], 2)  # (F, L, 3, C, bands)
+    if (power < 0).any():
+        raise ArtifactError("condition.gram: a sum of squares is negative")
+    sizes = power[:, :, :, None] * power[:, :, None]
+    if ((of.gram - of.gram.transpose(2, 3)).abs() > _ROUNDING * sizes.sqrt()).any():
+        raise ArtifactError("condition.gram is not symmetric")
+    for name, value, largest in (
+        ("first", bands.sum(of.first.square()), rows * power),
+        ("gram", of.gram.square(), sizes),
+        ("sums", of.sums.square(), power[..., None, None, :] * squares[:, :, None]),
     ):
         if _above(value, largest):
             raise ArtifactError(f"condition.{name} is larger than its squares allow")

@@ -58,7 +58,8 @@ def calibrate(
     per_class: a correction for every class as well, drawn towards that of all as far as its own images do not
     say more; True for the labels that are in the data, or a list of them. A null label is a class of its own.
     per_embedding: the same for conditions that are embeddings, of prompts say: a correction that is linear in
-    what they have in common, kept where conditions it was not fitted on confirm it.
+    what they have in common, kept where conditions it was not fitted on confirm it. Conditions that are
+    pictures (M, *spatial) need no option: their frequencies are regressors where held-out images confirm it.
 
     family: "shift" (the paper's) or "spectral". estimator: "shrunk", or the unshrunk "plain" (the paper's),
     "paired", "regressed". levels: times of the network's process; the default covers all of it. run: a
