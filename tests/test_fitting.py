@@ -27,7 +27,7 @@ from trueup.fitting.regress import fitted, regression, restored
 from trueup.fitting.samplers import Row, Samplers
 from trueup.fitting.search import TRIED, error_between, grids, search, search_cost
 from trueup.fitting.solve import Fitter, Judged
-from trueup.fitting.teacher import Teacher, deal
+from trueup.fitting.teacher import Teacher, deal, intervals_for
 from trueup.hf import as_denoiser
 from trueup.noise import normal
 from trueup.parametrization import Parametrization
@@ -1205,6 +1205,32 @@ def test_where_the_limit_misses_the_data_states_are_brought_to_them():
     note = "fitted for 4: brought to the data's moments, away from the limit on purpose"
     assert found.table().splitlines()[-2] == note
     assert found.as_json()["brought to the data"] == [4]
+
+
+def test_few_images_do_not_say_where_the_data_are():
+    """The same network and data of twice its contrast, of which fewer are known."""
+    other = GaussianMixture(0.5 * shapes(), 0.07).sample(solve.ENOUGH_IMAGES)
+    how = {"nfe": 4, "trajectories": 32, **QUIET}
+    for count, brought in ((solve.ENOUGH_IMAGES, True), (solve.ENOUGH_IMAGES - 1, False)):
+        made = fit_solver(blobs(), calibration_of(blobs(), other[:count]), **how).solver(4)
+        assert (made.provenance["fitted"] == solve.BROUGHT) == brought
+
+
+def test_the_fine_solver_is_finer_than_what_is_compared_with_it():
+    assert [intervals_for(nfe) for nfe in (3, 8, 10, 20, 40, 60)] == [32, 32, 40, 80, 96, 120]
+    flow = APART.denoiser(processes.Flow())
+    network = network_for(flow)
+    deal(network, 64, 3)
+    finest = Teacher.of(network, 3, intervals=400, keep=False).samples
+    bands = Bands.of(flow.shape)
+
+    def error(nfe):
+        """Of the limit that so many evaluations are compared with."""
+        found = Teacher.of(network, 3, intervals=intervals_for(nfe), keep=False).samples
+        return float(whitened(bands, found, finest).mean())
+
+    assert error(16) < 1e-3
+    assert error(40) < error(20) < error(8)
 
 
 def test_where_the_limit_is_the_data_it_is_what_steps_are_fitted_to(fits):

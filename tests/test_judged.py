@@ -326,6 +326,16 @@ def test_a_form_that_diverges_is_not_chosen(broken):
     assert found.gains == "none"
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Pairs that come in one order alone."""
+
+    def __init__(self, pairs):
+        self.pairs = pairs
+
+    def __iter__(self):
+        return iter(self.pairs)
+
+
 def test_calibrate_judges_and_labels_are_the_data_s():
     net = trueup.Denoiser(Labelled(), DiscreteVP.linear(), "noise", SHAPE, conditional=True)
     x0, labels = torch.rand(60, *SHAPE) * 2 - 1, torch.arange(60) // 20  # sorted by class, as folders are
@@ -335,6 +345,13 @@ def test_calibrate_judges_and_labels_are_the_data_s():
         x0.repeat(20, 1, 1, 1) + 1e-4 * torch.randn(1200, *SHAPE), labels=labels.repeat(20).sort()[0]
     )
     assert len(set(labels_of(replace(many, count=500), net).tolist())) == 3
+    # And of all there are, or of a stream, however many: each class as often as it is in the data.
+    stream = [(x, int(y)) for x, y in zip(many.source, many.labels, strict=True)]
+    for data, most in ((many, 4 * gains.TRAJECTORIES), (Stream(stream), len(stream))):
+        seen = labels_of(Images(data) if isinstance(data, Stream) else data, net)
+        counts = torch.bincount(seen.as_subclass(torch.Tensor))
+        assert len(seen) == most
+        assert (counts - most / 3).abs().max() < 4 * (most * 2 / 9) ** 0.5  # of a binomial
     how = {"levels": [100, 500, 900], "trust": True, "progress": False}
     assert trueup.calibrate(net, x0_pairs, **how).evidence.images == 60
     stream = iter(list(zip(x0, labels.tolist(), strict=True)))

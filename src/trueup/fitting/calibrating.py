@@ -25,6 +25,8 @@ from trueup.fitting.solve import checked_numbers, fit_solver
 from trueup.hf import as_denoiser
 from trueup.images import as_images, open_images
 
+_LABELS = 4 * TRAJECTORIES  # that are looked at
+
 
 def calibrate(
     model: Any,
@@ -103,12 +105,15 @@ def labels_of(data: Any, denoiser: Denoiser) -> DataLabels | None:
     if not denoiser.conditional:
         return None
     found: list[Tensor] = []
-    samples = open_images(data, denoiser, count=IMAGES)
+    images = as_images(data, IMAGES)
+    samples = open_images(images, denoiser)
+    if samples.indexed and images.count is None:  # all, in their order, which may be by class: some of all
+        samples = open_images(replace(images, count=_LABELS), denoiser)
     samples.encode = False  # only labels are looked at
     for batch in samples.batches(TRAJECTORIES):
         if batch.y is None:
             raise DataError(NEEDS_LABELS)
         found.append(batch.y.cpu())
-        if sum(map(len, found)) >= 4 * TRAJECTORIES:
-            break
+        if samples.indexed and sum(map(len, found)) >= _LABELS:
+            break  # of a stream, nobody knows in what order it comes
     return torch.cat(found).as_subclass(DataLabels)

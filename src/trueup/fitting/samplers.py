@@ -17,7 +17,7 @@ from trueup.denoiser import Denoiser
 from trueup.errors import TrueupError
 from trueup.fitting.moments import seen, whitened
 from trueup.fitting.solve import BROUGHT, checked_numbers
-from trueup.fitting.teacher import INTERVALS, Teacher, deal
+from trueup.fitting.teacher import Teacher, deal, intervals_for
 from trueup.hf import as_denoiser
 from trueup.noise import checked_seed, mix
 from trueup.progress import Progress
@@ -147,7 +147,7 @@ def samplers(
     found = None if calibration is None else as_calibration(calibration)
     network = network_for(denoiser, labels, guidance)
     deal(network, trajectories, mix(seed ^ _OWN_STREAM))
-    intervals = max(INTERVALS, 2 * max(numbers))
+    intervals = intervals_for(max(numbers))
     solvers = [(number, *one) for number in numbers for one in _solvers(denoiser, found, number, network)]
     total = trajectories * (intervals + 1 + sum(number for number, *_ in solvers))
     rows = []

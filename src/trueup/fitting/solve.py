@@ -22,7 +22,7 @@ from trueup.fitting.look import with_solvers
 from trueup.fitting.moments import DataLabels, Miss, Moments, seen
 from trueup.fitting.regress import fitted, restored
 from trueup.fitting.search import error_between, search, search_cost
-from trueup.fitting.teacher import INTERVALS, Teacher, deal
+from trueup.fitting.teacher import Teacher, deal, intervals_for
 from trueup.hf import as_denoiser
 from trueup.noise import checked_seed, mix, normal
 from trueup.progress import Progress
@@ -37,6 +37,9 @@ FEWEST = 32
 HELD_OUT = 0.25  # of the trajectories
 TRIED = 3  # candidates that are fitted to all trajectories
 MATERIAL = 0.05  # nats a coefficient by which the limit misses the data: all spreads off by a fifth, say
+ENOUGH_IMAGES = (
+    30  # by the variances of 10, a quarter of sets of perfect samples would be far; of 30, none of 120
+)
 BROUGHT = "states brought to the data's moments"
 _FEW = 100  # labels that a file names
 _OWN_STREAM = 0x736F6C  # so that nothing is fitted on the very samples it is then judged by
@@ -130,7 +133,7 @@ class Fitter:
         # Guided samples are not meant to have the data's moments.
         self.data = Moments.of(calibration, labels) if guidance == 1.0 else None
         self.gains = "none" if calibration is None or calibration.empty else calibration.gains
-        self.intervals, self.most = _intervals(numbers), max(numbers)
+        self.intervals, self.most = intervals_for(max(numbers)), max(numbers)
         self.origin = {"trajectories": trajectories, "seed": seed}
         if self.labels is not None:
             noun = "labels" if denoiser.vocabulary is None else "prompts"
@@ -199,8 +202,10 @@ class Fitter:
 
     @property
     def far_from_data(self) -> bool:
-        """Whether the limit itself is not where the data are."""
-        return self.limit is not None and self.limit.low > 0 and self.limit.value > MATERIAL
+        """Whether the limit itself is not where the data are; so few images do not know where that is."""
+        if self.limit is None or self.data is None or self.data.images < ENOUGH_IMAGES:
+            return False
+        return self.limit.low > 0 and self.limit.value > MATERIAL
 
     def bases(self, nfe: int) -> list[FittedSolver]:
         """The best rules on their grids."""
@@ -281,7 +286,7 @@ class Judged:
 def fit_cost(trajectories: int, *numbers: int, by_data: bool = False) -> int:
     """About how many evaluations of the network fitting solvers takes; by_data: where the data decide."""
     each = sum(_cost(trajectories, nfe, by_data) for nfe in numbers)
-    return (_intervals(numbers) + 1) * trajectories + each
+    return (intervals_for(max(numbers)) + 1) * trajectories + each
 
 
 def _cost(trajectories: int, nfe: int, by_data: bool) -> int:
@@ -293,11 +298,6 @@ def _cost(trajectories: int, nfe: int, by_data: bool) -> int:
 
 def _held_out(trajectories: int) -> int:
     return max(FEWEST // 2, round(HELD_OUT * trajectories))
-
-
-def _intervals(numbers: Sequence[int]) -> int:
-    """Of the fine solver: finer than any that is fitted to it."""
-    return max(INTERVALS, 2 * max(numbers))
 
 
 def told(labels: Tensor, noun: str = "labels") -> Any:

@@ -17,9 +17,15 @@ from trueup.sampling.rules import Grid, Rule
 
 INTERVALS = 32
 FINE = Rule("fine", "eps", 3)
+_ENOUGH = 96  # intervals that resolve whatever few steps do not
 _FEWEST = 5  # evaluations of a fine solver
 _ON_DEVICE = 2**30  # bytes of states that stay where the network is
 MOST = 1e6  # beyond all data: what is fitted to it could not be kept
+
+
+def intervals_for(most: int) -> int:
+    """Of a fine solver that so many steps are compared with: it must not be what is far from the limit."""
+    return max(INTERVALS, 2 * most, min(4 * most, _ENOUGH))
 
 
 def deal(network: Network, count: int, seed: int) -> None:
