@@ -427,11 +427,25 @@ def test_it_is_never_surely_worse_and_says_where_it_is_not_surely_better():
         for made, errors, before in compare(APART, cal, limit):
             assert not Number.mean(errors - before).low > 0
             said.append(made.provenance["fitted"])
-            assert made.empty == (said[-1] == "not surely better fitted: steps and rule alone")
+            assert made.empty == (said[-1] == "not better fitted: steps and rule alone")
     assert {*said} == {
         "steps fitted to the limit",
-        "not surely better fitted: steps and rule alone",
+        "not better fitted: steps and rule alone",
     }
+
+
+def test_what_is_kept_is_hardly_worse_than_the_best_that_was_tried(monkeypatch):
+    """Errors have long tails where samples change over to another mode, and are hardly ever surely less."""
+    flow, judged, excess = APART.denoiser(processes.Flow()), Fitter.judged, []
+    limit, tried = draw(flow, DPMSolver(3, end=1e-3), 256, 55, nfe=200), []
+    monkeypatch.setattr(Fitter, "judged", lambda fitter, one: (tried.append(one), judged(fitter, one))[1])
+    for seed in range(1, 4):
+        made = fit_solver(flow, nfe=4, trajectories=64, seed=seed, **QUIET).solver(4)
+        found = [float(errors_by_hand(draw(flow, one, 256, 55), limit).mean()) for one in (made, *tried)]
+        excess.append(math.log(found[0] / min(found[1:])))
+        assert len(tried) == 6
+        tried.clear()
+    assert sum(excess) / len(excess) < math.log(1.5)
 
 
 def test_what_held_out_trajectories_say_is_true_on_fresh_noise(fits, limit):

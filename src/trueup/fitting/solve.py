@@ -229,9 +229,11 @@ class Fitter:
         before, after = ([self.judged(solver) for solver in group] for group in (bases, better))
         base = min(range(len(bases)), key=lambda i: before[i].score)
         best = min(range(len(better)), key=lambda i: after[i].score)
-        # A rule that left the finite has no interval, and is worse than any that did not.
-        lost = math.isinf(before[base].score) and math.isfinite(after[best].score)
-        helps = lost or after[best].less(before[base]).high < 0
+        # Errors to the limit have long tails, where next to nothing is sure: the smaller will do. Moments have
+        # to be sure; but a rule that left the finite has no interval, and is worse than any that did not.
+        helps = after[best].score < before[base].score
+        if self.far_from_data and math.isfinite(before[base].score):
+            helps = after[best].less(before[base]).high < 0
         chosen, judged = (better[best], after[best]) if helps else (bases[base], before[base])
         origin = {**chosen.provenance, **self.origin, "fitted": _how(helps, self.far_from_data)}
         evidence = {
@@ -310,7 +312,7 @@ def told(labels: Tensor, noun: str = "labels") -> Any:
 
 def _how(better: bool, by_data: bool) -> str:
     if not better:
-        return "not surely better fitted: steps and rule alone"
+        return f"not {'surely ' * by_data}better fitted: steps and rule alone"
     return BROUGHT if by_data else "steps fitted to the limit"
 
 
