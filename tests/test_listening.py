@@ -24,6 +24,7 @@ from calibrations import make
 from matrix import Model
 
 SMALL = {"height": 16, "width": 16}
+COG = {**SMALL, "num_frames": 8, "max_sequence_length": 12}
 FLUX = {"height": 32, "width": 16, "max_sequence_length": 12}
 
 
@@ -83,8 +84,38 @@ def test_any_scheduler_is_listened_to_and_left_alone(name):
 def test_a_scheduler_whose_step_has_another_order():
     pipe = pipelines.cogvideo()
     pipe.scheduler = diffusers.CogVideoXDPMScheduler.from_config(pipe.scheduler.config)
-    arguments = {**SMALL, "num_frames": 8, "max_sequence_length": 12}
-    assert as_denoiser(pipe, arguments=arguments).binding().layout == "frames_first"
+    assert as_denoiser(pipe, arguments=COG).binding().layout == "frames_first"
+
+
+def pix2pix():
+    network = pipelines.unet(in_channels=8)
+    return pipelines.sd(diffusers.StableDiffusionInstructPix2PixPipeline, network=network)
+
+
+@pytest.mark.parametrize(
+    ("make_pipe", "arguments", "advice"),
+    [
+        (pipelines.sd, {"guidance_rescale": 0.7}, "arguments={'guidance_rescale': 0.0}"),
+        (pipelines.lumina2, SMALL, "arguments={'cfg_normalization': False}"),
+        (pipelines.cogvideo, {**COG, "use_dynamic_cfg": True}, "arguments={'use_dynamic_cfg': False}"),
+        (pix2pix, {}, "do without"),  # a second scale, of the picture
+    ],
+)
+def test_guidance_that_is_no_line_is_refused_and_said_how_to_switch_off(make_pipe, arguments, advice):
+    denoiser = as_denoiser(make_pipe(), arguments=arguments)
+    pictures = {name: Image.new("RGB", (16, 16)) for name in denoiser.vocabulary.pictures}
+    how = {"labels": [{"prompt": "a cat", **pictures}], "nfe": 3, "progress": False}
+    assert trueup.sample(denoiser, 1, **how).shape == (1, *denoiser.shape)
+    with pytest.raises(ModelError, match=r"does not guide by null \+ guidance \(prompt - null\): ") as error:
+        trueup.sample(denoiser, 1, guidance=3.0, **how)
+    assert advice in str(error.value)
+
+
+def test_guidance_in_half_precision_is_a_line():
+    """But for rounding, which a pipeline does in another order than we."""
+    for dtype in (torch.float16, torch.bfloat16):
+        denoiser = as_denoiser(pipelines.sd().to(dtype))
+        denoiser.vocabulary.check_guidance()
 
 
 def test_dropout_and_place_do_not_change_what_a_prompt_says():

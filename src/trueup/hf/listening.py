@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -47,6 +47,14 @@ class Heard:
     arguments: dict[str, Any]  # by the names of its forward
     step: int  # of the scheduler, before which it was made
     output: Any = None
+
+
+class Stepped(NamedTuple):
+    """One step of the scheduler."""
+
+    output: Tensor  # that it was handed
+    t: Any
+    sample: Tensor  # x_t
 
 
 @dataclass
@@ -98,6 +106,10 @@ class Interface:
     helper: Told | None  # of what runs before it, a ControlNet
     made: dict[str, int]  # the network's arguments that come out of that, and where
 
+    def mean(self, output: Tensor) -> Tensor:
+        """Of what the network returned, or the scheduler was handed: (B, C, *spatial), without a variance."""
+        return restored(output, self.binding.layout, self.shape[1:])[:, : self.shape[0]]
+
 
 class Pipeline:
     """A pipeline to listen to; arguments: more that its own call is given, height and width say."""
@@ -123,15 +135,15 @@ class Pipeline:
 
     def listen(
         self, conditions: Sequence[Mapping[str, Any]], *, guidance: float = 1.0, until: str = "call"
-    ) -> tuple[list[Heard], list[Heard], list[tuple[Any, ...]]]:
-        """Calls of the network, of its helper, and (output, t) of the scheduler's steps.
+    ) -> tuple[list[Heard], list[Heard], list[Stepped]]:
+        """Calls of the network, of its helper, and the scheduler's steps.
 
         conditions: arguments of the pipeline, a set for each row. until: the network's first "call", which
         then is not made, the first "step" of the scheduler, or the "end".
         """
         calls: list[Heard] = []
         helped: list[Heard] = []
-        stepped: list[tuple[Any, ...]] = []
+        stepped: list[Stepped] = []
         handles = _listened(self.network, calls, stepped, until == "call")
         handles += [] if self.helper is None else _listened(self.helper, helped, stepped, False)
         try:
@@ -196,7 +208,7 @@ class Pipeline:
         more, more_helped, _ = self.listen(texts)
         if len(calls) != len(stepped) or len(helped) not in (0, len(calls)):
             raise self._odd(f"calls its network {len(calls)} times in {len(stepped)} steps")
-        times = [float(t) for _, t in stepped]
+        times = [float(step.t) for step in stepped]
         made = _made(calls, helped)
         network = self._told(calls, more[0], times, made)
         helper = self._told(helped, more_helped[0], times, ()) if helped else None
@@ -205,7 +217,7 @@ class Pipeline:
         spatial = self._spatial(x, layout)
         x, raw = restored(x, layout, spatial), restored(raw, layout, spatial)
         channels = min(x.shape[1], raw.shape[1])  # x_t may come with a condition's, outputs with a variance's
-        turned = self._turned(raw[:, :channels], stepped[0][0])
+        turned = self._turned(raw[:, :channels], stepped[0].output)
         at_x, at_t = (place(self.network, name) for name in (network.x, network.t))
         at_y = None if network.own(TEXT) is None else place(self.network, TEXT)
         binding = Binding(at_x, at_t, at_y, network.scale, network.offset, layout, turned)
@@ -265,10 +277,9 @@ class Pipeline:
 
     def _turned(self, mean: Tensor, output: Tensor) -> bool:
         """Whether the scheduler is handed the output with its sign turned, its values in whatever order."""
-        ours, theirs = (v.flatten().double().sort().values for v in (mean, output))
-        close = 1e-2 * float(ours.abs().max())  # of half precision
-        for turned, values in ((False, theirs), (True, -theirs.flip(0))):
-            if ours.shape == values.shape and torch.allclose(ours, values, rtol=1e-2, atol=close):
+        close = 2e-2 * float(mean.abs().max())  # of half precision
+        for turned in (False, True):
+            if same_in_some_order(mean, -output if turned else output, close):
                 return turned
         raise self._odd("does more with its network's output than to hand it to the scheduler")
 
@@ -295,7 +306,7 @@ def _listened(module: nn.Module, calls: list[Heard], stepped: list[Any], stop: b
 
 
 @contextmanager
-def _quiet(pipe: Any, stepped: list[tuple[Any, ...]], stop: bool) -> Iterator[None]:
+def _quiet(pipe: Any, stepped: list[Stepped], stop: bool) -> Iterator[None]:
     """Without a bar, dropout or draws from anybody's generator, and with a copy of its scheduler.
 
     Its steps are noted; running it changes it.
@@ -307,7 +318,7 @@ def _quiet(pipe: Any, stepped: list[tuple[Any, ...]], stop: bool) -> Iterator[No
     @functools.wraps(step)  # pipelines look at its arguments
     def noted(*args: Any, **kwargs: Any) -> Any:
         told = inspect.signature(step).bind(*args, **kwargs).arguments
-        stepped.append((told["model_output"].clone(), told["timestep"]))
+        stepped.append(Stepped(told["model_output"].clone(), told["timestep"], told["sample"].clone()))
         if stop:
             raise _HeardEnoughError
         return step(*args, **kwargs)
@@ -371,6 +382,12 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)
+
+
+def same_in_some_order(one: Tensor, other: Tensor, close: float) -> bool:
+    """Whether two tensors hold the same values but for `close`, however they are arranged."""
+    ours, theirs = (values.flatten().double().sort().values for values in (one, other))
+    return ours.shape == theirs.shape and bool(((ours - theirs).abs() <= close).all())
 
 
 def more_channels(interface: Interface, heard: Heard) -> list[Tensor | None]:
