@@ -118,6 +118,40 @@ def test_guidance_in_half_precision_is_a_line():
         denoiser.vocabulary.check_guidance()
 
 
+@pytest.mark.parametrize("frames", [9, 13])  # of latents 3 and 4, with 4 channels
+def test_frames_are_told_from_channels_though_there_are_as_many(frames):
+    """What its autoencoder makes of a video is told as its pipeline tells it: frames first."""
+    pipe = pipelines.cogvideo()
+    denoiser = as_denoiser(pipe, arguments={**COG, "num_frames": frames})
+    video = torch.randn(1, 3, frames, 16, 16, generator=torch.Generator().manual_seed(0))
+    words = pipe.encode_prompt(["a cat"], None, False, 1, max_sequence_length=12)[0]
+    t = torch.tensor([500])
+    with torch.no_grad():
+        latents = pipe.vae.encode(video).latent_dist.mode()  # (1, C, T, H, W)
+        told = {"hidden_states": latents.transpose(1, 2), "encoder_hidden_states": words, "timestep": t}
+        expected = pipe.transformer(**told).sample.transpose(1, 2)
+        found = denoiser.predict(latents, t, denoiser.vocabulary.numbers(["a cat"]))
+    torch.testing.assert_close(found, expected)
+
+
+def test_channels_stay_channels_though_there_are_as_many_frames():
+    denoiser = as_denoiser(pipelines.animate(), arguments={"num_frames": 4})
+    assert denoiser.binding().layout is None
+
+
+def test_frames_that_cannot_be_told_from_channels_are_refused():
+    class Fixed(diffusers.CogVideoXPipeline):
+        """Whose number of frames is no argument."""
+
+        def __call__(self, prompt=None, **more):
+            own = {"num_frames": 13, "num_inference_steps": 3, "guidance_scale": 1.0, "output_type": "latent"}
+            return super().__call__(prompt, **{**COG, **own, **more})
+
+    pipe = Fixed(**pipelines.cogvideo().components)
+    with pytest.raises(ModelError, match=r"as many frames as channels \(4\), and which are which cannot be"):
+        as_denoiser(pipe)
+
+
 def test_dropout_and_place_do_not_change_what_a_prompt_says():
     pipe = pipelines.pixart()
     pipe.text_encoder.train()

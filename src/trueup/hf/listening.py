@@ -33,6 +33,7 @@ _STEPS = 3  # enough to see a line in time
 _OURS = ("num_images_per_prompt", "num_inference_steps", "guidance_scale", "true_cfg_scale", "prompt")
 _TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 TEXT = "encoder_hidden_states"  # embeddings of a prompt, as networks call them
+_FRAMES = ("num_frames", "video_length")  # what pipelines call how many there are
 PICTURES = ("image", "mask_image", "control_image")  # arguments of pipelines
 
 
@@ -213,7 +214,7 @@ class Pipeline:
         network = self._told(calls, more[0], times, made)
         helper = self._told(helped, more_helped[0], times, ()) if helped else None
         x, raw = calls[0].arguments[network.x], prediction(calls[0].output)
-        layout = self._layout(x)
+        layout = self._layout(x, network.x, texts[:2])
         spatial = self._spatial(x, layout)
         x, raw = restored(x, layout, spatial), restored(raw, layout, spatial)
         channels = min(x.shape[1], raw.shape[1])  # x_t may come with a condition's, outputs with a variance's
@@ -253,11 +254,22 @@ class Pipeline:
         shared = [None if own else leaf for leaf, own in zip(leaves, each, strict=True)]
         return Told(x, t, names, spec, shared, each, *(lines[t] or ()))
 
-    def _layout(self, x: Tensor) -> str | None:
+    def _layout(self, x: Tensor, name: str, texts: Sequence[Mapping[str, Any]]) -> str | None:
         if x.ndim == 3 and hasattr(self.pipe, "_pack_latents"):
             return "packed"
-        frames = x.ndim == 5 and self.network.config.get("in_channels") == x.shape[2] != x.shape[1]
-        return "frames_first" if frames else None
+        if x.ndim != 5 or self.network.config.get("in_channels") != x.shape[2]:
+            return None
+        if x.shape[1] != x.shape[2]:
+            return "frames_first"
+        # As many frames as channels: of a single picture there are fewer.
+        frames = next((name for name in _FRAMES if name in self.known), None)
+        if frames is not None:
+            calls = Pipeline(self.pipe, self.called, {**self.arguments, frames: 1}).listen(texts)[0]
+            one = calls[0].arguments[name]
+            fewer = [one.shape[axis] < x.shape[axis] for axis in (1, 2)]
+            if any(fewer) and not all(fewer):
+                return "frames_first" if fewer[0] else None
+        raise self._odd(f"has as many frames as channels ({x.shape[1]}), and which are which cannot be seen")
 
     def _spatial(self, x: Tensor, layout: str | None) -> tuple[int, ...]:
         """Height and width of latents that are packed: tokens do not say, so that pictures do."""
