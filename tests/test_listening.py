@@ -12,9 +12,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import trueup
-from test_pipelines import run
+from test_pipelines import PROMPTS, run
 from test_scheduler import random_solver
 from trueup.denoiser.binding import time_line
+from trueup.denoiser.layout import restored
 from trueup.errors import DataError, ModelError
 from trueup.hf import as_denoiser
 from trueup.hf.prompts import _number
@@ -109,6 +110,31 @@ def test_guidance_that_is_no_line_is_refused_and_said_how_to_switch_off(make_pip
     with pytest.raises(ModelError, match=r"does not guide by null \+ guidance \(prompt - null\): ") as error:
         trueup.sample(denoiser, 1, guidance=3.0, **how)
     assert advice in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make_pipe", "arguments", "scale"),
+    [(pipelines.sd, {}, "guidance_scale"), (pipelines.flux, FLUX, "true_cfg_scale")],
+)
+def test_a_condition_says_what_it_is_guided_away_from(make_pipe, arguments, scale):
+    """As the pipeline does that is called with both, and one beside it that says nothing of the kind."""
+    pipe = make_pipe()
+    pipe.set_progress_bar_config(disable=True)
+    denoiser = as_denoiser(pipe, arguments=arguments)
+    negative = ["the dog", "small"]
+    said = [{"prompt": p, "negative_prompt": n} for p, n in zip(PROMPTS, negative, strict=True)]
+    y = denoiser.vocabulary.numbers([*said, "red house"])
+    nulls = denoiser.vocabulary.nulls(y)
+    assert int(nulls[2]) == denoiser.vocabulary.null
+    model = Model("", "", make_pipe, arguments, {scale: 3.0, "negative_prompt": negative})
+    _, calls, ((output, t, _), *_) = run(model, pipe)
+    args, kwargs, _ = calls[0]
+    binding, shape = denoiser.binding(), denoiser.shape
+    x_t = restored(binding.x.of(args, kwargs)[:2], binding.layout, shape[1:])
+    with torch.inference_mode():
+        null, told = (denoiser.predict(x_t, torch.as_tensor(t), part[:2]) for part in (nulls, y))
+    found = null + 3.0 * (told - null)
+    torch.testing.assert_close(restored(output, binding.layout, shape[1:]), found, rtol=1e-3, atol=1e-4)
 
 
 def test_guidance_in_half_precision_is_a_line():

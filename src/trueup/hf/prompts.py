@@ -99,17 +99,18 @@ class Vocabulary:
         return torch.cat(rows).float().to(y.device)
 
     def nulls(self, y: Tensor) -> Tensor:
-        """What stands for no prompt beside each condition: the same for all, but for pictures that stay."""
-        if not self.pictures:
-            return torch.full_like(y, self.null)
-        found = []
-        for number in y.reshape(-1).tolist():
-            said = self._said.get(number, {})
-            null = _number({**said, "prompt": "", "null": True})
-            if null not in self._rows:
-                self._rows[null] = self._null(said)
-            found.append(null)
-        return torch.tensor(found).to(y)
+        """What stands for no prompt beside each: the same for all that say neither it nor pictures."""
+        return torch.tensor([self._null_of(number) for number in y.reshape(-1).tolist()]).to(y)
+
+    def _null_of(self, number: int) -> int:
+        said = self._said.get(number, {})
+        negative = any(name.startswith("negative_") for name, value in said.items() if value is not None)
+        if not (negative or self.pictures):
+            return self.null
+        null = _number({**said, "prompt": "", "null": True})
+        if null not in self._rows:
+            self._rows[null] = self._null(said)
+        return null
 
     def _null(self, said: Mapping[str, Any]) -> _Row:
         """What is told in place of a condition: heard beside it, in guidance; or the empty prompt."""
