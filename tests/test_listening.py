@@ -8,6 +8,7 @@ import warnings
 import diffusers
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -293,6 +294,19 @@ def test_a_corrected_transformer_of_packed_latents_compiles_whole(flux):
         expected = run(model, pipe, guided=False)[2][-1][0]
         pipe.transformer.compile(backend="eager", fullgraph=True)
         torch.testing.assert_close(run(model, pipe, guided=False)[2][-1][0], expected)
+
+
+def test_a_network_that_peft_wraps_is_told_what_it_was_told_before():
+    pipe = pipelines.sd()
+    bare = as_denoiser(pipelines.sd())
+    pipe.unet = get_peft_model(pipe.unet, LoraConfig(target_modules=["to_q", "to_v"]))  # at first zero
+    denoiser = as_denoiser(pipe)
+    assert denoiser.binding() == bare.binding()
+    x_t, t = torch.randn(2, *bare.shape, generator=torch.Generator().manual_seed(0)), torch.tensor([500, 20])
+    y = bare.vocabulary.numbers(PROMPTS)
+    denoiser.vocabulary.numbers(PROMPTS)
+    with torch.inference_mode():
+        torch.testing.assert_close(denoiser.predict(x_t, t, y), bare.predict(x_t, t, y))
 
 
 def test_a_device_that_is_not_there_is_said_in_a_line():

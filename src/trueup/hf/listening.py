@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from trueup.denoiser import Binding, prediction, unwrapped
+from trueup.denoiser import Binding, prediction, signature, unwrapped
 from trueup.denoiser.binding import place, time_line
 from trueup.denoiser.layout import arranged, restored
 from trueup.denoiser.network import eagerly
@@ -298,11 +298,11 @@ class Pipeline:
 
 def _listened(module: nn.Module, calls: list[Heard], stepped: list[Any], stop: bool) -> list[Any]:
     """Note the calls of a module, from now on."""
-    signature = inspect.signature(module.forward)
+    takes = signature(module)
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = dict(signature.bind(*args, **kwargs).arguments)
-        for parameter in signature.parameters.values():  # **kwargs, by their own names
+        found = dict(takes.bind(*args, **kwargs).arguments)
+        for parameter in takes.parameters.values():  # **kwargs, by their own names
             found.update(found.pop(parameter.name, {}) if parameter.kind is parameter.VAR_KEYWORD else {})
         calls.append(Heard(pytree.tree_map(_copied, found), len(stepped)))
         if stop:
