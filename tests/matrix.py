@@ -60,6 +60,14 @@ TEXT = [
         {"height": 32, "width": 16, "max_sequence_length": 12},
         {"true_cfg_scale": 3.0, "negative_prompt": ["", ""]},
     ),
+    Model(
+        "FluxControlNetPipeline",
+        "ControlNet of Flux, told the prompt alone",
+        pipelines.flux_controlled,
+        {**SMALL, "max_sequence_length": 12},
+        {"true_cfg_scale": 3.0, "negative_prompt": ["", ""]},
+        pictures=("control_image",),
+    ),
     Model("AuraFlowPipeline", "AuraFlow, time over 1000", pipelines.aura, SMALL),
     Model(
         "Lumina2Pipeline",

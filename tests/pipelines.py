@@ -220,6 +220,17 @@ def flux(guidance_embeds=False):
     )
 
 
+def flux_controlled():
+    parts = flux().components
+    net = diffusers.FluxControlNetModel.from_transformer(
+        parts["transformer"], num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2
+    )
+    for p in net.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    known = ("scheduler", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "transformer")
+    return diffusers.FluxControlNetPipeline(**{name: parts[name] for name in known}, controlnet=net.eval())
+
+
 def aura():
     torch.manual_seed(0)
     network = diffusers.AuraFlowTransformer2DModel(

@@ -209,6 +209,18 @@ def test_a_picture_says_the_same_beside_others_and_for_the_null_prompt():
         torch.testing.assert_close(null[k].channels, together[k].channels)
 
 
+def test_what_a_helper_makes_of_a_prompt_stays_where_the_network_is_told_none():
+    """Flux's ControlNet is told the prompt once, for both halves: that of one is not the null of another."""
+    told = as_denoiser(pipelines.flux_controlled(), arguments=FLUX).vocabulary
+    picture = Image.new("RGB", (16, 32), (9, 90, 200))
+    y = told.numbers([{"prompt": prompt, "control_image": picture} for prompt in PROMPTS])
+    for null, row in zip(told.rows(told.nulls(y).tolist()), told.rows(y.tolist()), strict=True):
+        pairs = zip(null.helper, row.helper, strict=True)
+        assert all(torch.allclose(one, other, atol=1e-6) for one, other in pairs)
+        k = told.interface.network.own("encoder_hidden_states")
+        assert not torch.allclose(null.network[k], row.network[k], atol=1e-3)
+
+
 def test_conditions_are_told_apart_by_what_is_seen():
     gray, palette = Image.new("L", (4, 4), 7), Image.new("P", (4, 4), 1)
     other = palette.copy()

@@ -107,7 +107,7 @@ class Vocabulary:
         negative = any(name.startswith("negative_") for name, value in said.items() if value is not None)
         if not (negative or self.pictures):
             return self.null
-        null = _number({**said, "prompt": "", "null": True})
+        null = _number({**said, "null": True})  # with its prompt, of which a helper may be told
         if null not in self._rows:
             self._rows[null] = self._null(said)
         return null
@@ -117,7 +117,8 @@ class Vocabulary:
         positive = self._heard(*self.pipeline.listen([said])[:2])[0]
         calls, helped, _ = self.pipeline.listen([said], guidance=_GUIDANCE, until="step")
         first, beside = ([call for call in heard if call.step == 0] for heard in (calls, helped))
-        rows = [row for k, call in enumerate(first) for row in self._heard([call], beside[k : k + 1])]
+        # A helper may be told the prompt alone, and what it makes of that is for both halves.
+        rows = [row for k, call in enumerate(first) for row in self._heard([call], beside[k:] or beside)]
         if len(rows) < 2:
             empty = {**said, "prompt": ""} if "prompt" in said else said
             return self._heard(*self.pipeline.listen([empty])[:2])[0]
