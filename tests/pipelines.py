@@ -280,6 +280,51 @@ def controlled():
     return sd(diffusers.StableDiffusionControlNetPipeline, controlnet=net.eval())
 
 
+def deepfloyd(cls=None, channels=3, scheduler=None, **more):
+    """In pixels, with a learned variance."""
+    torch.manual_seed(0)
+    network = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(32, 32),
+        down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
+        up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+        in_channels=channels,
+        out_channels=6,
+        cross_attention_dim=32,
+        encoder_hid_dim=16,
+        attention_head_dim=8,
+        addition_embed_type="text",
+        addition_embed_type_num_heads=2,
+        cross_attention_norm="group_norm",
+        resnet_time_scale_shift="scale_shift",
+        class_embed_type="timestep" if channels > 3 else None,
+        norm_num_groups=4,
+    ).eval()
+    return (cls or diffusers.IFPipeline)(
+        tokenizer=tokenizer(),
+        text_encoder=t5(),
+        unet=network,
+        scheduler=scheduler or diffusers.DDPMScheduler(variance_type="learned_range"),
+        safety_checker=None,
+        feature_extractor=None,
+        watermarker=None,
+        requires_safety_checker=False,
+        **more,
+    )
+
+
+def deepfloyd_fixed():
+    return deepfloyd(scheduler=diffusers.DDPMScheduler())
+
+
+def deepfloyd_larger():
+    """Its second stage, told a picture in three more channels."""
+    kind = diffusers.IFSuperResolutionPipeline
+    return deepfloyd(kind, 6, image_noising_scheduler=diffusers.DDPMScheduler())
+
+
 def lumina2():
     from transformers import Gemma2Config, Gemma2Model
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import warnings
 
 import diffusers
@@ -177,6 +179,58 @@ def test_frames_that_cannot_be_told_from_channels_are_refused():
     pipe = Fixed(**pipelines.cogvideo().components)
     with pytest.raises(ModelError, match=r"as many frames as channels \(4\), and which are which cannot be"):
         as_denoiser(pipe)
+
+
+@pytest.mark.parametrize(
+    ("make_pipe", "arguments", "shape", "scales"),
+    [
+        (pipelines.deepfloyd, {}, (3, 8, 8), ["guidance_scale"]),
+        (pipelines.deepfloyd_fixed, {}, (3, 8, 8), ["guidance_scale"]),
+        (pipelines.deepfloyd_larger, SMALL, (3, 16, 16), ["guidance_scale"]),
+    ],
+    ids=["IF", "IF, fixed variance", "IF, second stage"],
+)
+def test_what_a_scheduler_steps_is_x_t_whatever_a_network_takes_and_returns(
+    make_pipe, arguments, shape, scales
+):
+    """A picture's channels come with x_t, a variance's with the output; and guidance may be on by default."""
+    pipe = make_pipe()
+    pipe.set_progress_bar_config(disable=True)
+    denoiser = as_denoiser(pipe, arguments=arguments)
+    told = denoiser.vocabulary
+    assert denoiser.shape == shape
+    known = inspect.signature(pipe.__call__).parameters
+    picture = Image.new("RGB", (16, 16), (9, 90, 200))
+    said = {name: value for name, value in {"prompt": "a cat", "image": picture}.items() if name in known}
+    y = told.numbers([{name: value for name, value in said.items() if name in ("prompt", *told.pictures)}])
+    more = {"clean_caption": False, "output_type": "latent", "num_inference_steps": 3}
+    calls, stepped, step = [], [], pipe.scheduler.step
+
+    @functools.wraps(step)
+    def noted(model_output, timestep, *args, **kwargs):
+        stepped.append((model_output.clone(), torch.as_tensor(timestep)))
+        return step(model_output, timestep, *args, **kwargs)
+
+    def channels_first(values):
+        return restored(values, denoiser.binding().layout, shape[1:])[:, : shape[0]]
+
+    for scale in (1.0, 3.0):
+        calls.clear(), stepped.clear()
+        pipe.scheduler.step = noted
+        hook = pipe.unet.register_forward_hook(lambda _, args, output: calls.append((args[0], output[0])))
+        given = {**said, **{name: value for name, value in more.items() if name in known}, **arguments}
+        pipe(**given, **dict.fromkeys(scales, scale), generator=torch.Generator().manual_seed(0))
+        hook.remove()
+        del pipe.scheduler.step
+        for (x, output), (handed, t) in zip(calls, stepped, strict=True):
+            assert len(output) == (1 if scale == 1.0 else 2)
+            x_t = channels_first(x)[-1:]
+            with torch.inference_mode():
+                null, found = (denoiser.predict(x_t, t, part) for part in (told.nulls(y), y))
+            torch.testing.assert_close(found, channels_first(output)[-1:], rtol=1e-3, atol=1e-4)
+            guided = null + scale * (found - null)
+            torch.testing.assert_close(channels_first(handed), guided, rtol=1e-3, atol=1e-3)
+    told.check_guidance()
 
 
 def test_dropout_and_place_do_not_change_what_a_prompt_says():

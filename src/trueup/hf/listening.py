@@ -216,9 +216,11 @@ class Pipeline:
         x, raw = calls[0].arguments[network.x], prediction(calls[0].output)
         layout = self._layout(x, network.x, texts[:2])
         spatial = self._spatial(x, layout)
-        x, raw = restored(x, layout, spatial), restored(raw, layout, spatial)
-        channels = min(x.shape[1], raw.shape[1])  # x_t may come with a condition's, outputs with a variance's
-        turned = self._turned(raw[:, :channels], stepped[0].output)
+        x, raw, sample, handed = (
+            restored(v, layout, spatial) for v in (x, raw, stepped[0].sample, stepped[0].output)
+        )
+        channels = sample.shape[1]  # x_t may come with a condition's, outputs with a variance's
+        turned = self._turned(raw[:, :channels], handed[:, :channels])
         at_x, at_t = (place(self.network, name) for name in (network.x, network.t))
         at_y = None if network.own(TEXT) is None else place(self.network, TEXT)
         binding = Binding(at_x, at_t, at_y, network.scale, network.offset, layout, turned)
