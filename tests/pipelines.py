@@ -325,6 +325,46 @@ def deepfloyd_larger():
     return deepfloyd(kind, 6, image_noising_scheduler=diffusers.DDPMScheduler())
 
 
+def svd():
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    torch.manual_seed(0)
+    network = diffusers.UNetSpatioTemporalConditionModel(
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        sample_size=8,
+        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+        cross_attention_dim=16,
+        num_attention_heads=8,
+        projection_class_embeddings_input_dim=96,
+        addition_time_embed_dim=32,
+    ).eval()
+    decoder = diffusers.AutoencoderKLTemporalDecoder(
+        block_out_channels=(32, 32), down_block_types=["DownEncoderBlock2D"] * 2, latent_channels=4
+    )
+    seeing = CLIPVisionConfig(
+        hidden_size=16,
+        projection_dim=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        image_size=224,
+        patch_size=112,
+    )
+    noise = {name: SCHEDULE[name] for name in ("beta_schedule", "beta_start", "beta_end", "steps_offset")}
+    noise |= {"timestep_type": "continuous", "timestep_spacing": "leading", "use_karras_sigmas": True}
+    return diffusers.StableVideoDiffusionPipeline(
+        vae=decoder.eval(),
+        image_encoder=CLIPVisionModelWithProjection(seeing).eval(),
+        unet=network,
+        scheduler=diffusers.EulerDiscreteScheduler(
+            **noise, sigma_min=0.002, sigma_max=700.0, prediction_type="v_prediction"
+        ),
+        feature_extractor=CLIPImageProcessor(),
+    )
+
+
 def lumina2():
     from transformers import Gemma2Config, Gemma2Model
 

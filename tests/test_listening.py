@@ -29,6 +29,7 @@ from matrix import Model
 
 SMALL = {"height": 16, "width": 16}
 COG = {**SMALL, "num_frames": 8, "max_sequence_length": 12}
+SVD = {**SMALL, "num_frames": 2, "decode_chunk_size": 2}
 FLUX = {"height": 32, "width": 16, "max_sequence_length": 12}
 
 
@@ -187,8 +188,10 @@ def test_frames_that_cannot_be_told_from_channels_are_refused():
         (pipelines.deepfloyd, {}, (3, 8, 8), ["guidance_scale"]),
         (pipelines.deepfloyd_fixed, {}, (3, 8, 8), ["guidance_scale"]),
         (pipelines.deepfloyd_larger, SMALL, (3, 16, 16), ["guidance_scale"]),
+        (pipelines.svd, SVD, (4, 2, 8, 8), ["min_guidance_scale", "max_guidance_scale"]),
+        (pipelines.svd, {**SVD, "num_frames": 8}, (4, 8, 8, 8), ["min_guidance_scale", "max_guidance_scale"]),
     ],
-    ids=["IF", "IF, fixed variance", "IF, second stage"],
+    ids=["IF", "IF, fixed variance", "IF, second stage", "SVD", "SVD, as many frames as channels"],
 )
 def test_what_a_scheduler_steps_is_x_t_whatever_a_network_takes_and_returns(
     make_pipe, arguments, shape, scales

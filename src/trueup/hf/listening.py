@@ -30,7 +30,8 @@ from trueup.errors import ModelError
 from trueup.files import line
 
 _STEPS = 3  # enough to see a line in time
-_OURS = ("num_images_per_prompt", "num_inference_steps", "guidance_scale", "true_cfg_scale", "prompt")
+_SCALES = ("guidance_scale", "true_cfg_scale", "min_guidance_scale", "max_guidance_scale")  # per frame, too
+_OURS = ("num_images_per_prompt", "num_inference_steps", *_SCALES, "prompt")
 _TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 TEXT = "encoder_hidden_states"  # embeddings of a prompt, as networks call them
 _FRAMES = ("num_frames", "video_length")  # what pipelines call how many there are
@@ -172,8 +173,7 @@ class Pipeline:
             "output_type": "latent",
             # One a row, or what is drawn for it would depend on its place in a batch.
             "generator": [torch.Generator().manual_seed(0) for _ in conditions],
-            "guidance_scale": guidance,
-            "true_cfg_scale": guidance,
+            **dict.fromkeys(_SCALES, guidance),
             "strength": 1.0,
             "clean_caption": False,  # or texts are changed by packages that may not be there
             "use_resolution_binning": False,
