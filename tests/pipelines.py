@@ -259,6 +259,17 @@ def inpaint():
     return sd(diffusers.StableDiffusionInpaintPipeline, network=unet(in_channels=9))
 
 
+def upscale():
+    return diffusers.StableDiffusionUpscalePipeline(
+        vae=vae(),
+        text_encoder=clip(),
+        tokenizer=tokenizer(),
+        unet=unet(in_channels=7, num_class_embeds=1000),
+        low_res_scheduler=diffusers.DDPMScheduler(),
+        scheduler=diffusers.DDIMScheduler(**SCHEDULE, prediction_type="v_prediction"),
+    )
+
+
 def img2img():
     return sd(diffusers.StableDiffusionImg2ImgPipeline)
 

@@ -8,6 +8,7 @@ import inspect
 import warnings
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -188,10 +189,11 @@ def test_frames_that_cannot_be_told_from_channels_are_refused():
         (pipelines.deepfloyd, {}, (3, 8, 8), ["guidance_scale"]),
         (pipelines.deepfloyd_fixed, {}, (3, 8, 8), ["guidance_scale"]),
         (pipelines.deepfloyd_larger, SMALL, (3, 16, 16), ["guidance_scale"]),
+        (pipelines.upscale, {}, (4, 8, 8), ["guidance_scale"]),
         (pipelines.svd, SVD, (4, 2, 8, 8), ["min_guidance_scale", "max_guidance_scale"]),
         (pipelines.svd, {**SVD, "num_frames": 8}, (4, 8, 8, 8), ["min_guidance_scale", "max_guidance_scale"]),
     ],
-    ids=["IF", "IF, fixed variance", "IF, second stage", "SVD", "SVD, as many frames as channels"],
+    ids=["IF", "IF, fixed variance", "IF, second stage", "upscale", "SVD", "SVD, as many frames as channels"],
 )
 def test_what_a_scheduler_steps_is_x_t_whatever_a_network_takes_and_returns(
     make_pipe, arguments, shape, scales
@@ -245,6 +247,21 @@ def test_dropout_and_place_do_not_change_what_a_prompt_says():
     again = other.rows(other.numbers(["the dog", "two", "a cat"]).tolist())[2].network
     for one, another in zip(first, again, strict=True):
         torch.testing.assert_close(one, another, rtol=1e-5, atol=1e-6)
+
+
+def test_a_pipeline_that_enlarges_is_calibrated_at_its_own_size():
+    """Pictures of 16 pixels, of which it is given 8: as many as its latents have."""
+    denoiser = as_denoiser(pipelines.upscale())
+    size = denoiser.network.config.sample_size
+    assert denoiser.shape == (4, size, size)
+    assert denoiser.vocabulary.pictures == ("image",)
+    noise = np.random.default_rng(0).integers(0, 256, (16, 2 * size, 2 * size, 3), dtype=np.uint8)
+    photos = [Image.fromarray(one) for one in noise]
+    said = [{"prompt": "a cat", "image": photo.resize((size, size))} for photo in photos]
+    images = trueup.Images(noise, labels=said)
+    moments = trueup.estimate.measure(denoiser, images, levels=[400], trust=True, progress=False)
+    assert moments.images == 16
+    assert trueup.sample(denoiser, 1, labels=said[:1], nfe=3, progress=False).shape == (1, 4, size, size)
 
 
 def test_a_picture_says_the_same_beside_others_and_for_the_null_prompt():

@@ -122,6 +122,7 @@ class Pipeline:
         self.helper = helper if isinstance(helper, nn.Module) else None
         self.known = list(inspect.signature(pipe.__call__).parameters)
         self.arguments = dict(arguments or {})
+        self.enlarges = 1  # pictures that it makes are so many times as high as those that it is given
         self._check(self.arguments)
         ours = next((name for name in _OURS if name in self.arguments), None)
         if ours is not None:
@@ -188,14 +189,23 @@ class Pipeline:
         if isinstance(given.get("negative_prompt"), str) and "prompt" in given:
             given["negative_prompt"] = [given["negative_prompt"]] * len(conditions)
         # Blank pictures where there are none: to hear how the network is told of them.
-        size = self.picture_size()[::-1]
         for name in (name for name in PICTURES if name in self.known and name not in given):
-            given[name] = [Image.new("L" if "mask" in name else "RGB", size)] * len(conditions)
+            given[name] = [self.picture(name, 0)] * len(conditions)
         return given
+
+    def picture(self, name: str, value: int) -> Image.Image:
+        """A picture of one gray value that the pipeline may be given under a name."""
+        height, width = (side // self.enlarges for side in self.picture_size())
+        picture = Image.new("L", (width, height), value)
+        return picture if "mask" in name else picture.convert("RGB")
+
+    @property
+    def _factor(self) -> int:
+        return getattr(self.pipe, "vae_scale_factor", 8)
 
     def picture_size(self) -> tuple[int, int]:
         """Height and width of the pictures it makes."""
-        config, factor = self.network.config, getattr(self.pipe, "vae_scale_factor", 8)
+        config, factor = self.network.config, self._factor
         side = config.get("sample_size") or getattr(self.pipe, "default_sample_size", 64)
         sides = (side, side) if isinstance(side, int) else tuple(side)[-2:]
         named = (self.arguments.get(name) for name in ("height", "width"))
@@ -205,6 +215,10 @@ class Pipeline:
     def interface(self) -> Interface:
         """How the network is called, heard in a few steps of two rows, and in one of three."""
         texts = [{"prompt": text} if "prompt" in self.known else {} for text in ("", "a", "the")]
+        if "height" not in self.known and "image" in self.known:  # which says how large the latents are
+            told = self.listen(texts[:2])[0][0].arguments.values()
+            rows = next((v.shape[-2] for v in told if isinstance(v, Tensor) and v.ndim == 4), 0)
+            self.enlarges = max(1, rows * self._factor // self.picture_size()[0])
         calls, helped, stepped = self.listen(texts[:2], until="end")
         more, more_helped, _ = self.listen(texts)
         if len(calls) != len(stepped) or len(helped) not in (0, len(calls)):

@@ -155,11 +155,10 @@ class Vocabulary:
 
     def _needed(self, said: Mapping[str, Any]) -> tuple[str, ...]:
         """Pictures that the network is told of: those with which it is told otherwise."""
-        found, size = [], self.pipeline.picture_size()[::-1]
+        found = []
         before = self._heard(*self.pipeline.listen([said])[:2])[0]
         for name in (name for name in PICTURES if name in self.pipeline.known):
-            kind = "L" if "mask" in name else "RGB"
-            white = Image.new(kind, size, 255 if kind == "L" else (255, 255, 255))
+            white = self.pipeline.picture(name, 255)
             after = self._heard(*self.pipeline.listen([{**said, name: white}])[:2])[0]
             found += [name] if _distance(before, after) > 0 else []
         return tuple(found)
