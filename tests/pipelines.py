@@ -220,6 +220,17 @@ def flux(guidance_embeds=False):
     )
 
 
+def flux_controlled():
+    parts = flux().components
+    net = diffusers.FluxControlNetModel.from_transformer(
+        parts["transformer"], num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2
+    )
+    for p in net.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    known = ("scheduler", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "transformer")
+    return diffusers.FluxControlNetPipeline(**{name: parts[name] for name in known}, controlnet=net.eval())
+
+
 def aura():
     torch.manual_seed(0)
     network = diffusers.AuraFlowTransformer2DModel(
@@ -248,6 +259,17 @@ def inpaint():
     return sd(diffusers.StableDiffusionInpaintPipeline, network=unet(in_channels=9))
 
 
+def upscale():
+    return diffusers.StableDiffusionUpscalePipeline(
+        vae=vae(),
+        text_encoder=clip(),
+        tokenizer=tokenizer(),
+        unet=unet(in_channels=7, num_class_embeds=1000),
+        low_res_scheduler=diffusers.DDPMScheduler(),
+        scheduler=diffusers.DDIMScheduler(**SCHEDULE, prediction_type="v_prediction"),
+    )
+
+
 def img2img():
     return sd(diffusers.StableDiffusionImg2ImgPipeline)
 
@@ -267,6 +289,91 @@ def controlled():
     for p in net.parameters():
         torch.nn.init.normal_(p, std=0.1)
     return sd(diffusers.StableDiffusionControlNetPipeline, controlnet=net.eval())
+
+
+def deepfloyd(cls=None, channels=3, scheduler=None, **more):
+    """In pixels, with a learned variance."""
+    torch.manual_seed(0)
+    network = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(32, 32),
+        down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
+        up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+        in_channels=channels,
+        out_channels=6,
+        cross_attention_dim=32,
+        encoder_hid_dim=16,
+        attention_head_dim=8,
+        addition_embed_type="text",
+        addition_embed_type_num_heads=2,
+        cross_attention_norm="group_norm",
+        resnet_time_scale_shift="scale_shift",
+        class_embed_type="timestep" if channels > 3 else None,
+        norm_num_groups=4,
+    ).eval()
+    return (cls or diffusers.IFPipeline)(
+        tokenizer=tokenizer(),
+        text_encoder=t5(),
+        unet=network,
+        scheduler=scheduler or diffusers.DDPMScheduler(variance_type="learned_range"),
+        safety_checker=None,
+        feature_extractor=None,
+        watermarker=None,
+        requires_safety_checker=False,
+        **more,
+    )
+
+
+def deepfloyd_fixed():
+    return deepfloyd(scheduler=diffusers.DDPMScheduler())
+
+
+def deepfloyd_larger():
+    """Its second stage, told a picture in three more channels."""
+    kind = diffusers.IFSuperResolutionPipeline
+    return deepfloyd(kind, 6, image_noising_scheduler=diffusers.DDPMScheduler())
+
+
+def svd():
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    torch.manual_seed(0)
+    network = diffusers.UNetSpatioTemporalConditionModel(
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        sample_size=8,
+        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+        cross_attention_dim=16,
+        num_attention_heads=8,
+        projection_class_embeddings_input_dim=96,
+        addition_time_embed_dim=32,
+    ).eval()
+    decoder = diffusers.AutoencoderKLTemporalDecoder(
+        block_out_channels=(32, 32), down_block_types=["DownEncoderBlock2D"] * 2, latent_channels=4
+    )
+    seeing = CLIPVisionConfig(
+        hidden_size=16,
+        projection_dim=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        image_size=224,
+        patch_size=112,
+    )
+    noise = {name: SCHEDULE[name] for name in ("beta_schedule", "beta_start", "beta_end", "steps_offset")}
+    noise |= {"timestep_type": "continuous", "timestep_spacing": "leading", "use_karras_sigmas": True}
+    return diffusers.StableVideoDiffusionPipeline(
+        vae=decoder.eval(),
+        image_encoder=CLIPVisionModelWithProjection(seeing).eval(),
+        unet=network,
+        scheduler=diffusers.EulerDiscreteScheduler(
+            **noise, sigma_min=0.002, sigma_max=700.0, prediction_type="v_prediction"
+        ),
+        feature_extractor=CLIPImageProcessor(),
+    )
 
 
 def lumina2():

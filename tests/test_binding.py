@@ -5,14 +5,18 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import trueup
 from trueup.denoiser import Binding, Denoiser, corrections, fingerprint, unwrapped
 from trueup.denoiser.binding import Place
 from trueup.errors import AttachError
 from trueup.process import EDM, VE, ContinuousVP, DiscreteVP, Flow
+
+from calibrations import make
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching")  # to one process, as there is
 SHAPE = (2, 4, 4)
@@ -316,6 +320,36 @@ def test_a_call_is_read_through_every_wrapper(name, group):
     found = binding(wrapped, lambda x, t: wrapped(x, t / 1000))
     assert (found.x, found.t, line(found)) == (Place(0, "x"), Place(1, "t"), (0.001, 0.0))
     assert binding(wrapped).t == Place(1, "t")
+
+
+class PassesOn(nn.Module):
+    """Of which nobody can read what it takes, as PEFT's models."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, *args, **kwargs):
+        return self.inside(*args, **kwargs)
+
+
+def with_lora(net):
+    return get_peft_model(net, LoraConfig(target_modules=["conv"]))
+
+
+@pytest.mark.parametrize("wrap", [PassesOn, with_lora])
+def test_a_network_inside_one_that_passes_everything_on_says_what_it_is_called_with(wrap):
+    """It is corrected alike, called by place or by name."""
+    wrapped = wrap(Net())
+    found = binding(wrapped)
+    assert (found.x, found.t) == (Place(0, "x"), Place(1, "t"))
+    calibration = make(SHAPE, ContinuousVP(), binding=found, network=wrapped)
+    x, t = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(0)), torch.tensor([0.5, 0.5])
+    with torch.no_grad():
+        bare = wrapped(x, t)
+        with trueup.attach(wrapped, calibration):
+            assert torch.equal(wrapped(x=x, t=t), wrapped(x, t))
+            assert not torch.equal(wrapped(x=x, t=t), bare)
 
 
 @pytest.mark.parametrize("name", WRAPPERS)

@@ -123,6 +123,7 @@ def test_guiding_a_corrected_pipeline_is_guiding_corrected_halves(model):
     calibration = calibration_of(denoiser)
     with trueup.attach(pipe, calibration):
         _, calls, stepped = run(model, pipe)
+        denoiser.vocabulary.check_guidance()
     y = denoiser.vocabulary.numbers(conditions(model))
     null = denoiser.vocabulary.nulls(y)
     scale = next(value for value in model.guided.values() if isinstance(value, float))

@@ -4,7 +4,7 @@ from trueup.denoiser.binding import Binding
 from trueup.denoiser.denoiser import CORRECTED, Denoiser
 from trueup.denoiser.edm import is_preconditioned, preconditioned
 from trueup.denoiser.memory import in_parts
-from trueup.denoiser.network import corrections, prediction, unwrapped
+from trueup.denoiser.network import corrections, prediction, signature, unwrapped
 from trueup.denoiser.weights import fingerprint
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "is_preconditioned",
     "preconditioned",
     "prediction",
+    "signature",
     "unwrapped",
 ]

@@ -7,7 +7,6 @@ other names, the time divided by 1000 or counted backwards. A few calls at known
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trueup.denoiser.network import eagerly, prediction, unwrapped
+from trueup.denoiser.network import eagerly, prediction, signature, unwrapped
 from trueup.errors import AttachError, ModelError
 
 _CLOSE = 1e-5  # relative to what was added up
@@ -110,7 +109,7 @@ def find_binding(network: nn.Module, call: Any, x_t: Tensor, times: Tensor, y: A
 def place(network: nn.Module, key: int | str) -> Place:
     """Where a network takes the argument that was passed at a position or by a name."""
     try:
-        parameters = inspect.signature(unwrapped(network).forward).parameters.values()
+        parameters = signature(network).parameters.values()
     except (TypeError, ValueError):
         parameters = {}.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

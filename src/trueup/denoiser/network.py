@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import inspect
 import types
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,15 @@ def unwrapped(network: Any, *, fsdp: bool = True) -> Any:
     if inner is None and isinstance(network, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         inner = network.module
     return network if inner is None else unwrapped(inner, fsdp=fsdp)
+
+
+def signature(network: Any) -> inspect.Signature:
+    """What a network takes: of a module that passes everything on (a PeftModel) what the one inside takes."""
+    network = unwrapped(network)
+    found = inspect.signature(network.forward)
+    inside = list(network.children()) if isinstance(network, nn.Module) else []
+    anything = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found.parameters.values())
+    return signature(inside[0]) if anything and len(inside) == 1 else found
 
 
 def prediction(raw: Any) -> Tensor:

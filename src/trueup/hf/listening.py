@@ -15,14 +15,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from trueup.denoiser import Binding, prediction, unwrapped
+from trueup.denoiser import Binding, prediction, signature, unwrapped
 from trueup.denoiser.binding import place, time_line
 from trueup.denoiser.layout import arranged, restored
 from trueup.denoiser.network import eagerly
@@ -30,9 +30,11 @@ from trueup.errors import ModelError
 from trueup.files import line
 
 _STEPS = 3  # enough to see a line in time
-_OURS = ("num_images_per_prompt", "num_inference_steps", "guidance_scale", "true_cfg_scale", "prompt")
+_SCALES = ("guidance_scale", "true_cfg_scale", "min_guidance_scale", "max_guidance_scale")  # per frame, too
+_OURS = ("num_images_per_prompt", "num_inference_steps", *_SCALES, "prompt")
 _TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 TEXT = "encoder_hidden_states"  # embeddings of a prompt, as networks call them
+_FRAMES = ("num_frames", "video_length")  # what pipelines call how many there are
 PICTURES = ("image", "mask_image", "control_image")  # arguments of pipelines
 
 
@@ -47,6 +49,14 @@ class Heard:
     arguments: dict[str, Any]  # by the names of its forward
     step: int  # of the scheduler, before which it was made
     output: Any = None
+
+
+class Stepped(NamedTuple):
+    """One step of the scheduler."""
+
+    output: Tensor  # that it was handed
+    t: Any
+    sample: Tensor  # x_t
 
 
 @dataclass
@@ -98,6 +108,10 @@ class Interface:
     helper: Told | None  # of what runs before it, a ControlNet
     made: dict[str, int]  # the network's arguments that come out of that, and where
 
+    def mean(self, output: Tensor) -> Tensor:
+        """Of what the network returned, or the scheduler was handed: (B, C, *spatial), without a variance."""
+        return restored(output, self.binding.layout, self.shape[1:])[:, : self.shape[0]]
+
 
 class Pipeline:
     """A pipeline to listen to; arguments: more that its own call is given, height and width say."""
@@ -108,6 +122,7 @@ class Pipeline:
         self.helper = helper if isinstance(helper, nn.Module) else None
         self.known = list(inspect.signature(pipe.__call__).parameters)
         self.arguments = dict(arguments or {})
+        self.enlarges = 1  # pictures that it makes are so many times as high as those that it is given
         self._check(self.arguments)
         ours = next((name for name in _OURS if name in self.arguments), None)
         if ours is not None:
@@ -123,15 +138,15 @@ class Pipeline:
 
     def listen(
         self, conditions: Sequence[Mapping[str, Any]], *, guidance: float = 1.0, until: str = "call"
-    ) -> tuple[list[Heard], list[Heard], list[tuple[Any, ...]]]:
-        """Calls of the network, of its helper, and (output, t) of the scheduler's steps.
+    ) -> tuple[list[Heard], list[Heard], list[Stepped]]:
+        """Calls of the network, of its helper, and the scheduler's steps.
 
         conditions: arguments of the pipeline, a set for each row. until: the network's first "call", which
         then is not made, the first "step" of the scheduler, or the "end".
         """
         calls: list[Heard] = []
         helped: list[Heard] = []
-        stepped: list[tuple[Any, ...]] = []
+        stepped: list[Stepped] = []
         handles = _listened(self.network, calls, stepped, until == "call")
         handles += [] if self.helper is None else _listened(self.helper, helped, stepped, False)
         try:
@@ -159,8 +174,7 @@ class Pipeline:
             "output_type": "latent",
             # One a row, or what is drawn for it would depend on its place in a batch.
             "generator": [torch.Generator().manual_seed(0) for _ in conditions],
-            "guidance_scale": guidance,
-            "true_cfg_scale": guidance,
+            **dict.fromkeys(_SCALES, guidance),
             "strength": 1.0,
             "clean_caption": False,  # or texts are changed by packages that may not be there
             "use_resolution_binning": False,
@@ -175,14 +189,23 @@ class Pipeline:
         if isinstance(given.get("negative_prompt"), str) and "prompt" in given:
             given["negative_prompt"] = [given["negative_prompt"]] * len(conditions)
         # Blank pictures where there are none: to hear how the network is told of them.
-        size = self.picture_size()[::-1]
         for name in (name for name in PICTURES if name in self.known and name not in given):
-            given[name] = [Image.new("L" if "mask" in name else "RGB", size)] * len(conditions)
+            given[name] = [self.picture(name, 0)] * len(conditions)
         return given
+
+    def picture(self, name: str, value: int) -> Image.Image:
+        """A picture of one gray value that the pipeline may be given under a name."""
+        height, width = (side // self.enlarges for side in self.picture_size())
+        picture = Image.new("L", (width, height), value)
+        return picture if "mask" in name else picture.convert("RGB")
+
+    @property
+    def _factor(self) -> int:
+        return getattr(self.pipe, "vae_scale_factor", 8)
 
     def picture_size(self) -> tuple[int, int]:
         """Height and width of the pictures it makes."""
-        config, factor = self.network.config, getattr(self.pipe, "vae_scale_factor", 8)
+        config, factor = self.network.config, self._factor
         side = config.get("sample_size") or getattr(self.pipe, "default_sample_size", 64)
         sides = (side, side) if isinstance(side, int) else tuple(side)[-2:]
         named = (self.arguments.get(name) for name in ("height", "width"))
@@ -192,20 +215,26 @@ class Pipeline:
     def interface(self) -> Interface:
         """How the network is called, heard in a few steps of two rows, and in one of three."""
         texts = [{"prompt": text} if "prompt" in self.known else {} for text in ("", "a", "the")]
+        if "height" not in self.known and "image" in self.known:  # which says how large the latents are
+            told = self.listen(texts[:2])[0][0].arguments.values()
+            rows = next((v.shape[-2] for v in told if isinstance(v, Tensor) and v.ndim == 4), 0)
+            self.enlarges = max(1, rows * self._factor // self.picture_size()[0])
         calls, helped, stepped = self.listen(texts[:2], until="end")
         more, more_helped, _ = self.listen(texts)
         if len(calls) != len(stepped) or len(helped) not in (0, len(calls)):
             raise self._odd(f"calls its network {len(calls)} times in {len(stepped)} steps")
-        times = [float(t) for _, t in stepped]
+        times = [float(step.t) for step in stepped]
         made = _made(calls, helped)
         network = self._told(calls, more[0], times, made)
         helper = self._told(helped, more_helped[0], times, ()) if helped else None
         x, raw = calls[0].arguments[network.x], prediction(calls[0].output)
-        layout = self._layout(x)
+        layout = self._layout(x, network.x, texts[:2])
         spatial = self._spatial(x, layout)
-        x, raw = restored(x, layout, spatial), restored(raw, layout, spatial)
-        channels = min(x.shape[1], raw.shape[1])  # x_t may come with a condition's, outputs with a variance's
-        turned = self._turned(raw[:, :channels], stepped[0][0])
+        x, raw, sample, handed = (
+            restored(v, layout, spatial) for v in (x, raw, stepped[0].sample, stepped[0].output)
+        )
+        channels = sample.shape[1]  # x_t may come with a condition's, outputs with a variance's
+        turned = self._turned(raw[:, :channels], handed[:, :channels])
         at_x, at_t = (place(self.network, name) for name in (network.x, network.t))
         at_y = None if network.own(TEXT) is None else place(self.network, TEXT)
         binding = Binding(at_x, at_t, at_y, network.scale, network.offset, layout, turned)
@@ -241,11 +270,22 @@ class Pipeline:
         shared = [None if own else leaf for leaf, own in zip(leaves, each, strict=True)]
         return Told(x, t, names, spec, shared, each, *(lines[t] or ()))
 
-    def _layout(self, x: Tensor) -> str | None:
+    def _layout(self, x: Tensor, name: str, texts: Sequence[Mapping[str, Any]]) -> str | None:
         if x.ndim == 3 and hasattr(self.pipe, "_pack_latents"):
             return "packed"
-        frames = x.ndim == 5 and self.network.config.get("in_channels") == x.shape[2] != x.shape[1]
-        return "frames_first" if frames else None
+        if x.ndim != 5 or self.network.config.get("in_channels") != x.shape[2]:
+            return None
+        if x.shape[1] != x.shape[2]:
+            return "frames_first"
+        # As many frames as channels: of a single picture there are fewer.
+        frames = next((name for name in _FRAMES if name in self.known), None)
+        if frames is not None:
+            calls = Pipeline(self.pipe, self.called, {**self.arguments, frames: 1}).listen(texts)[0]
+            one = calls[0].arguments[name]
+            fewer = [one.shape[axis] < x.shape[axis] for axis in (1, 2)]
+            if any(fewer) and not all(fewer):
+                return "frames_first" if fewer[0] else None
+        raise self._odd(f"has as many frames as channels ({x.shape[1]}), and which are which cannot be seen")
 
     def _spatial(self, x: Tensor, layout: str | None) -> tuple[int, ...]:
         """Height and width of latents that are packed: tokens do not say, so that pictures do."""
@@ -265,21 +305,20 @@ class Pipeline:
 
     def _turned(self, mean: Tensor, output: Tensor) -> bool:
         """Whether the scheduler is handed the output with its sign turned, its values in whatever order."""
-        ours, theirs = (v.flatten().double().sort().values for v in (mean, output))
-        close = 1e-2 * float(ours.abs().max())  # of half precision
-        for turned, values in ((False, theirs), (True, -theirs.flip(0))):
-            if ours.shape == values.shape and torch.allclose(ours, values, rtol=1e-2, atol=close):
+        close = 2e-2 * float(mean.abs().max())  # of half precision
+        for turned in (False, True):
+            if same_in_some_order(mean, -output if turned else output, close):
                 return turned
         raise self._odd("does more with its network's output than to hand it to the scheduler")
 
 
 def _listened(module: nn.Module, calls: list[Heard], stepped: list[Any], stop: bool) -> list[Any]:
     """Note the calls of a module, from now on."""
-    signature = inspect.signature(module.forward)
+    takes = signature(module)
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = dict(signature.bind(*args, **kwargs).arguments)
-        for parameter in signature.parameters.values():  # **kwargs, by their own names
+        found = dict(takes.bind(*args, **kwargs).arguments)
+        for parameter in takes.parameters.values():  # **kwargs, by their own names
             found.update(found.pop(parameter.name, {}) if parameter.kind is parameter.VAR_KEYWORD else {})
         calls.append(Heard(pytree.tree_map(_copied, found), len(stepped)))
         if stop:
@@ -295,7 +334,7 @@ def _listened(module: nn.Module, calls: list[Heard], stepped: list[Any], stop: b
 
 
 @contextmanager
-def _quiet(pipe: Any, stepped: list[tuple[Any, ...]], stop: bool) -> Iterator[None]:
+def _quiet(pipe: Any, stepped: list[Stepped], stop: bool) -> Iterator[None]:
     """Without a bar, dropout or draws from anybody's generator, and with a copy of its scheduler.
 
     Its steps are noted; running it changes it.
@@ -307,7 +346,7 @@ def _quiet(pipe: Any, stepped: list[tuple[Any, ...]], stop: bool) -> Iterator[No
     @functools.wraps(step)  # pipelines look at its arguments
     def noted(*args: Any, **kwargs: Any) -> Any:
         told = inspect.signature(step).bind(*args, **kwargs).arguments
-        stepped.append((told["model_output"].clone(), told["timestep"]))
+        stepped.append(Stepped(told["model_output"].clone(), told["timestep"], told["sample"].clone()))
         if stop:
             raise _HeardEnoughError
         return step(*args, **kwargs)
@@ -371,6 +410,12 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)
+
+
+def same_in_some_order(one: Tensor, other: Tensor, close: float) -> bool:
+    """Whether two tensors hold the same values but for `close`, however they are arranged."""
+    ours, theirs = (values.flatten().double().sort().values for values in (one, other))
+    return ours.shape == theirs.shape and bool(((ours - theirs).abs() <= close).all())
 
 
 def more_channels(interface: Interface, heard: Heard) -> list[Tensor | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trueup.denoiser import Denoiser, is_preconditioned, preconditioned, unwrapped
+from trueup.denoiser import Denoiser, is_preconditioned, preconditioned, signature, unwrapped
 from trueup.errors import Argument, ModelError
 from trueup.files import line
 from trueup.hf.autoencoder import Autoencoder
@@ -143,7 +142,7 @@ class _WithLabels:
 
 def _needs(network: nn.Module | type[nn.Module]) -> list[str]:
     """What a network is told besides a sample, a time and a label, which only its pipeline can supply."""
-    found = inspect.signature(unwrapped(network).forward).parameters.values()
+    found = signature(network).parameters.values()
     more = [p for p in found if p.name != "self"][1:]
     needed = {p.name for p in more if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
     needed |= {"encoder_hidden_states", *(p.name for p in more[:1])}  # text is optional in name only

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,10 +15,21 @@ from torch import Tensor, nn
 from trueup.denoiser import fingerprint, prediction, unwrapped
 from trueup.denoiser.denoiser import evaluating
 from trueup.denoiser.layout import arranged, restored
-from trueup.errors import Argument, DataError
-from trueup.hf.listening import PICTURES, TEXT, Heard, Interface, Pipeline, more_channels
+from trueup.errors import Argument, DataError, ModelError
+from trueup.hf.listening import (
+    PICTURES,
+    TEXT,
+    Heard,
+    Interface,
+    Pipeline,
+    more_channels,
+    same_in_some_order,
+)
 
 _AT_ONCE = 16  # conditions that a text encoder is handed together
+_GUIDANCE = 2.0  # with which guidance is listened to
+# What guides otherwise than by a line, and when it does not.
+_OTHERWISE = {"guidance_rescale": 0.0, "cfg_normalization": False, "use_dynamic_cfg": False, "pag_scale": 0.0}
 
 
 class _Row(NamedTuple):
@@ -45,9 +57,10 @@ class Vocabulary:
         self._rows: dict[int, _Row] = {}
         negative = pipeline.arguments.get("negative_prompt") or ""
         self.null = _number({"negative_prompt": negative} if negative else {"prompt": ""})
-        blank = {"prompt": "a"} if "prompt" in pipeline.known else {}
-        self._rows[self.null] = self._null(blank)
-        self.pictures = self._needed(blank)
+        self._blank = {"prompt": "a"} if "prompt" in pipeline.known else {}
+        self._rows[self.null] = self._null(self._blank)
+        self.pictures = self._needed(self._blank)
+        self._guides: bool | None = None  # whether by a line; None until somebody asked
 
     def numbers(self, conditions: Sequence[Any]) -> Tensor:
         """The numbers of conditions, (n,) int64."""
@@ -86,36 +99,66 @@ class Vocabulary:
         return torch.cat(rows).float().to(y.device)
 
     def nulls(self, y: Tensor) -> Tensor:
-        """What stands for no prompt beside each condition: the same for all, but for pictures that stay."""
-        if not self.pictures:
-            return torch.full_like(y, self.null)
-        found = []
-        for number in y.reshape(-1).tolist():
-            said = self._said.get(number, {})
-            null = _number({**said, "prompt": "", "null": True})
-            if null not in self._rows:
-                self._rows[null] = self._null(said)
-            found.append(null)
-        return torch.tensor(found).to(y)
+        """What stands for no prompt beside each: the same for all that say neither it nor pictures."""
+        return torch.tensor([self._null_of(number) for number in y.reshape(-1).tolist()]).to(y)
+
+    def _null_of(self, number: int) -> int:
+        said = self._said.get(number, {})
+        negative = any(name.startswith("negative_") for name, value in said.items() if value is not None)
+        if not (negative or self.pictures):
+            return self.null
+        null = _number({**said, "null": True})  # with its prompt, of which a helper may be told
+        if null not in self._rows:
+            self._rows[null] = self._null(said)
+        return null
 
     def _null(self, said: Mapping[str, Any]) -> _Row:
         """What is told in place of a condition: heard beside it, in guidance; or the empty prompt."""
         positive = self._heard(*self.pipeline.listen([said])[:2])[0]
-        calls, helped, _ = self.pipeline.listen([said], guidance=2.0, until="step")
+        calls, helped, _ = self.pipeline.listen([said], guidance=_GUIDANCE, until="step")
         first, beside = ([call for call in heard if call.step == 0] for heard in (calls, helped))
-        rows = [row for k, call in enumerate(first) for row in self._heard([call], beside[k : k + 1])]
+        # A helper may be told the prompt alone, and what it makes of that is for both halves.
+        rows = [row for k, call in enumerate(first) for row in self._heard([call], beside[k:] or beside)]
         if len(rows) < 2:
             empty = {**said, "prompt": ""} if "prompt" in said else said
             return self._heard(*self.pipeline.listen([empty])[:2])[0]
         return max(rows, key=lambda row: _distance(row, positive))
 
+    def check_guidance(self) -> None:
+        """Raise if what the pipeline makes of guidance is not null + guidance (conditional - null)."""
+        if self._guides is None:
+            self._guides = self._guides_by_a_line()
+        if self._guides:
+            return
+        pipe, parameters = self.pipeline.pipe, inspect.signature(self.pipeline.pipe.__call__).parameters
+        said = {name: self.pipeline.arguments.get(name, p.default) for name, p in parameters.items()}
+        off = {name: value for name, value in _OTHERWISE.items() if said.get(name, value) != value}
+        problem = f"{type(pipe).__name__} does not guide by null + guidance (prompt - null)"
+        so = f"pass as_denoiser(pipe, arguments={off}), and the same to the pipeline" if off else "do without"
+        raise ModelError(f"{problem}: {so}")
+
+    def _guides_by_a_line(self) -> bool:
+        calls, _, stepped = self.pipeline.listen([self._blank], guidance=_GUIDANCE, until="end")
+        sign = -1 if self.interface.binding.turned else 1
+        for k, step in enumerate(stepped):
+            outputs = [prediction(call.output) for call in calls if call.step == k]
+            halves = torch.cat([self.interface.mean(output) for output in outputs])
+            if len(halves) != 2:
+                return False
+            eps = max(torch.finfo(output.dtype).eps for output in (*outputs, step.output))
+            close = 4 * eps * _GUIDANCE * float(halves.abs().max())
+            handed, (one, other) = sign * self.interface.mean(step.output), halves.double().split(1)
+            lines = (null + _GUIDANCE * (told - null) for null, told in ((one, other), (other, one)))
+            if not any(same_in_some_order(line, handed, close) for line in lines):
+                return False
+        return True
+
     def _needed(self, said: Mapping[str, Any]) -> tuple[str, ...]:
         """Pictures that the network is told of: those with which it is told otherwise."""
-        found, size = [], self.pipeline.picture_size()[::-1]
+        found = []
         before = self._heard(*self.pipeline.listen([said])[:2])[0]
         for name in (name for name in PICTURES if name in self.pipeline.known):
-            kind = "L" if "mask" in name else "RGB"
-            white = Image.new(kind, size, 255 if kind == "L" else (255, 255, 255))
+            white = self.pipeline.picture(name, 255)
             after = self._heard(*self.pipeline.listen([{**said, name: white}])[:2])[0]
             found += [name] if _distance(before, after) > 0 else []
         return tuple(found)

@@ -137,6 +137,8 @@ def network_for(denoiser: Denoiser, labels: Any = None, guidance: float = 1.0) -
     if guidance != 1.0 and denoiser.null_label is None:
         text = "guidance needs the label that stands for none"
         raise TrueupError(text, "say which that is as {}", Argument("null_label"))
+    if guidance != 1.0 and denoiser.vocabulary is not None:
+        denoiser.vocabulary.check_guidance()
     return Network(denoiser, guidance=guidance, y=None if classes is None else classes.to(denoiser.device))
 
 
