@@ -229,8 +229,8 @@ class Fitter:
         before, after = ([self.judged(solver) for solver in group] for group in (bases, better))
         base = min(range(len(bases)), key=lambda i: before[i].score)
         best = min(range(len(better)), key=lambda i: after[i].score)
-        # Errors to the limit have long tails, where next to nothing is sure: the smaller will do. Moments have
-        # to be sure; but a rule that left the finite has no interval, and is worse than any that did not.
+        # Errors to the limit have long tails, where next to nothing is sure: the smaller will do. Moments
+        # must be surely less; but a rule that left the finite has no interval, and is worse than any other.
         helps = after[best].score < before[base].score
         if self.far_from_data and math.isfinite(before[base].score):
             helps = after[best].less(before[base]).high < 0
