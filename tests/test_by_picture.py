@@ -157,6 +157,41 @@ def test_what_is_subtracted_has_no_mean_and_no_part_in_output_and_input(half_dea
         assert abs(part) < 0.1  # 300 images know it to a percent or two
 
 
+def test_what_is_nearly_seen_in_the_input_is_right_between_levels_too():
+    """x0 = y + w/10, and a network that does not hear y: at little noise y less what x_t shows is small."""
+    generator = torch.Generator().manual_seed(0)
+
+    def pairs(count):
+        y, own = torch.randn(2, count, *SHAPE, generator=generator)
+        return y + 0.1 * own, y
+
+    def of(left):
+        def eps(x_t, t, y):
+            alpha, sigma = (part(t).float() for part in (PROCESS.alpha, PROCESS.sigma))
+            known = y if left < 1 else 0.0
+            return sigma * (x_t - alpha * known) / (alpha**2 * left + sigma**2)
+
+        return eps
+
+    deaf, ideally = of(1.01), of(0.01)
+    levels = PROCESS.t_of_lam(torch.arange(3.0, 0.9, -0.4).double()).flip(0)
+    how = {"conditional": True, "data_range": None}
+    net = trueup.Denoiser(
+        lambda x, t, y: deaf(x, t.double().reshape(-1, 1, 1, 1), y), PROCESS, "noise", SHAPE, **how
+    )
+    images = trueup.Images(list(zip(*pairs(200), strict=True)), data_range=None)
+    cal = fit(measure(net, images, levels=levels, trust=True, progress=False))
+    x0, y = pairs(1000)
+    for lam in (2.8, 2.0, 1.2):  # halfway between two
+        t = PROCESS.t_of_lam(torch.tensor(lam).double())
+        eps = torch.randn(x0.shape, generator=generator)
+        x_t = PROCESS.noised(x0, eps, t)
+        before, best = ((one(x_t, t, y) - eps).square().mean() for one in (deaf, ideally))
+        with trueup.attach(net, cal, gains="least-squares"):
+            after = (net.eps(x_t, float(t), y) - eps).square().mean()
+        assert float((after - best) / (before - best)) < 0.05
+
+
 def test_smaller_pictures_are_those_of_the_same_scene(half_deaf):
     # Low resolution, as in super-resolution: what the larger picture's low frequencies would have said.
     x0, y = drawn(200, 3)

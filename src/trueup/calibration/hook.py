@@ -204,7 +204,7 @@ class CorrectOutput:
         assert maps is not None
         assert back is not None
         features = seen(y.to(maps, non_blocking=True))  # (B or 1, Q)
-        left, near, far, on_b, _, _ = knots[..., None].unbind(1)  # (B or 1, 1) each
+        left, near, far, on_b, *_ = knots[..., None].unbind(1)  # (B or 1, 1) each
         row = left[:, 0].long()
         between = on_b[..., None] * (near[..., None] * maps[row] + far[..., None] * maps[row + 1])
         made = (features[..., None] * between).sum(1)  # (B, C * low box)
@@ -235,7 +235,7 @@ class CorrectOutput:
                 box = [matrix.shape[1] for matrix in tables.pictured]
                 constant = along_last_axes(constant.view(-1, self.shape[0], *box), tables.pictured)
             return (output.to(dtype) - constant.view(-1, *output.shape[1:])).to(output.dtype)
-        wide, (left, near, far, on_b, on_x, on_u) = (
+        wide, (left, near, far, on_b, on_x, on_u, *on_told) = (
             output.to(dtype),
             knots[..., None].unbind(1),
         )  # (B, 1) each
@@ -253,10 +253,15 @@ class CorrectOutput:
             delta = delta.index_add(2, tables.places, every)
         delta = delta + (on_x[..., None] * a + on_u[..., None] * d) * input_z
         if seen is not None:
-            assert tables.by_told is not None
-            gains = on_b * (near * tables.by_told[row] + far * tables.by_told[row + 1])  # (B, C * M * bands)
+            gains, beside = (  # (B, C * M * bands), (B, C * box)
+                on_told[0] * (near * of[row] + far * of[row + 1])
+                for of in (tables.by_told, tables.beside)
+                if of is not None
+            )
             gains = gains.view(len(gains), self.shape[0], seen.shape[1], -1)[..., tables.bands]
-            delta = delta + (gains * seen.flatten(2)[:, None]).sum(2)  # over (B, C, M, box)
+            delta = (
+                delta + beside.view_as(a) + (gains * seen.flatten(2)[:, None]).sum(2)
+            )  # over (B, C, M, box)
         back = along_last_axes(delta.view(-1, *z.shape[1:2], *z.shape[3:]), tables.backward)
         return (wide - back).to(output.dtype)
 

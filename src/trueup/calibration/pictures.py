@@ -58,6 +58,11 @@ def grid_scale(spatial: Sequence[int], grid: Sequence[int]) -> float:
     return math.sqrt(math.prod(grid) / math.prod(spatial))
 
 
+def scale(lam: Tensor) -> Tensor:
+    """sigma / sqrt(alpha^2 + sigma^2)."""
+    return (1 + (2 * lam).exp()).rsqrt()
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class OfPictures:
     """eps_corrected = (what `Calibration.correction` makes) - rest(eps_hat, u) - idct(sum gains_m dct(y_m)).
@@ -98,9 +103,14 @@ class OfPictures:
         return replace(self, size=(self.size[0], *size), gains=gains, rest=made, mean=mean)
 
     def refined(self) -> tuple[Correction, Tensor]:
-        """The rest, and the gains (R, C, M, bands), where their course over lam bends."""
-        rest = self.rest.refined()
-        gains = [replace(self.rest, a=one).refined().a for one in self.gains.unbind(2)]
+        """The rest, and the gains (R, C, M, bands), where their course over lam bends.
+
+        Gains and map times `scale`: those on a picture grow with its weight in x_t, and what is left of it
+        beside output and input is the difference of two large parts.
+        """
+        at = scale(self.rest.lam)[:, None, None]
+        rest = replace(self.rest, b=at * self.rest.b).refined()
+        gains = [replace(self.rest, a=at * one).refined().a for one in self.gains.unbind(2)]
         return rest, torch.stack(gains, 2)
 
 

@@ -15,7 +15,7 @@ from trueup.bands import Bands, dct_matrix
 from trueup.calibration.calibration import Calibration
 from trueup.calibration.conditions import OfConditions, Projection
 from trueup.calibration.correction import interpolation_weights, level_position, refinement
-from trueup.calibration.pictures import OfPictures, grid_scale, onto
+from trueup.calibration.pictures import OfPictures, grid_scale, onto, scale
 
 _NODES = 8192  # times at which the interpolation is tabulated; a row uses the nearest
 
@@ -41,7 +41,8 @@ class Tables(NamedTuple):
     maps: Tensor | None = None  # (R, Q, C * low box), what depends on it
     low: list[Tensor] | None = None  # their matrices back
     told: list[Tensor] | None = None  # the DCT's matrices of a condition's picture, onto the box
-    by_told: Tensor | None = None  # (R, C * M * bands), gains on it
+    by_told: Tensor | None = None  # (R, C * M * bands), gains on it, scaled as `trueup.calibration.pictures`
+    beside: Tensor | None = None  # (R, C * box), the map that goes with them, scaled alike
 
     def between(self, times: Tensor | float) -> Tensor:
         """The boundaries to compare times with."""
@@ -91,11 +92,6 @@ def make_tables(
     sized = calibration.resized(spatial)
     every = (sized.correction, *(sized.for_class(y) for y in labels))
     correction, *own = (one.with_gains(form).refined() for one in every)
-    of_pictures = sized.conditions if isinstance(sized.conditions, OfPictures) and form != "none" else None
-    picture_gains = None
-    if of_pictures is not None:  # its part in output and input is as any other correction's
-        rest, picture_gains = of_pictures.refined()
-        correction = correction.plus(rest)
     alpha, sigma = process.alpha(nodes), process.sigma(nodes)
     k_output = parametrization.deps_doutput(alpha, sigma)  # eps_hat = k_output output + k_input x_t
     p, q = parametrization.coefficients(alpha, sigma)
@@ -106,6 +102,13 @@ def make_tables(
     # On the constant; on x_t through the output's conversion; on x_t itself.
     factors = (1 / k_output, k_input / k_output, 1 / (k_output * sigma))
     knots = torch.stack([left, 1 - far, far, *factors], 1)
+    of_pictures = sized.conditions if isinstance(sized.conditions, OfPictures) and form != "none" else None
+    picture_gains, beside = None, torch.zeros(0)
+    if of_pictures is not None:  # its part in output and input is as any other correction's
+        rest, picture_gains = of_pictures.refined()
+        beside, rest.b = rest.b, torch.zeros_like(rest.b)
+        correction = correction.plus(rest)
+        knots = torch.cat([knots, (1 / (k_output * scale(process.lam(nodes))))[:, None]], 1)
     none, matrices = torch.zeros(0), []
     slopes, band_of = none, none
     constant, kept = none, correction.bands
@@ -124,7 +127,10 @@ def make_tables(
         if picture_gains is not None:
             gains = gains | (picture_gains != 0).flatten(0, 2).any(0)
         gained = bands.spread_all(gains)
-        box = _box(bands.fill((b != 0).any(0).any(0)) | gained, spatial)
+        mapped = (b != 0).any(0).any(0)
+        if picture_gains is not None:
+            mapped = mapped | (beside != 0).any(0).any(0)
+        box = _box(bands.fill(mapped) | gained, spatial)
         if bands.whole:
             constant = _crop(b, spatial, box).flatten(1)
         else:
@@ -133,6 +139,8 @@ def make_tables(
             inside = bands.keep(inside)  # (K,) where in the box
             constant = b[..., inside >= 0].flatten(1)
             places = put(inside[inside >= 0], torch.int64)
+        if picture_gains is not None:
+            beside = _crop(bands.fill(beside).flatten(-len(spatial)), spatial, box).flatten(1)
         slopes, band_of = (
             torch.stack([a, d], 2).flatten(1),
             _crop(bands.index.flatten(), spatial, box),
@@ -144,6 +152,7 @@ def make_tables(
         first, *others = onto(size, box_of)
         first = grid_scale(size, spatial) * first
         by_condition = {"told": [put(m) for m in (first, *others)], "by_told": put(picture_gains.flatten(1))}
+        by_condition["beside"] = put(beside)
     elif isinstance(sized.conditions, OfConditions) and form != "none":
         maps = sized.conditions.refined(sized.correction.lam, kept)
         low_box = _box((maps != 0).flatten(0, -2).any(0).reshape(kept.box), kept.box)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trueup.calibration import Calibration, Correction, OfPictures
+from trueup.calibration.pictures import scale
 from trueup.errors import DataError
 from trueup.estimate.beyond import Regression
 from trueup.estimate.moments import DEPARTURE, Moments, U
@@ -20,7 +21,7 @@ from trueup.estimate.pictures import Pictures
 from trueup.estimate.regress import Centred, divide
 from trueup.statistics import enough_folds
 
-ABSENT = 0.01  # of a condition's power: less, and what is left of it between two levels is interpolation
+ABSENT = 1e-3  # of a condition's power, as of an innovation's: sums of float32 products resolve no less
 
 
 def fit_pictures(moments: Moments, pooled_fit: Calibration) -> OfPictures | None:
@@ -44,7 +45,8 @@ def fit_pictures(moments: Moments, pooled_fit: Calibration) -> OfPictures | None
         return None
     gains = best.slopes.transpose(1, 2)  # (L, C, M, bands)
     rest = found.rest(bare, gains)
-    rest.support = _agreement(best.slopes, found.gram.sum(0))
+    size = scale(bare.lam)[:, None, None, None]
+    rest.support = _agreement(size * best.slopes, found.gram.sum(0) / size[..., None].square())
     count, gain = int(moments.images), problem.total(best.by_fold)
     return OfPictures(sums.size, gains, rest, found.data_mean, count, gain)
 
