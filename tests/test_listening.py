@@ -15,7 +15,7 @@ import trueup
 from test_pipelines import run
 from test_scheduler import random_solver
 from trueup.denoiser.binding import time_line
-from trueup.errors import DataError, ModelError
+from trueup.errors import DataError, MismatchError, ModelError
 from trueup.hf import as_denoiser
 from trueup.hf.prompts import _number
 
@@ -202,6 +202,21 @@ def test_a_corrected_transformer_of_packed_latents_compiles_whole(flux):
         expected = run(model, pipe, guided=False)[2][-1][0]
         pipe.transformer.compile(backend="eager", fullgraph=True)
         torch.testing.assert_close(run(model, pipe, guided=False)[2][-1][0], expected)
+
+
+def test_a_pipeline_that_turns_signs_takes_what_was_measured_of_the_network_itself():
+    """Its scheduler says flow, and its network predicts the reverse: the correction of a flow would be added."""
+    pipe = pipelines.lumina2()
+    denoiser = as_denoiser(pipe, arguments=SMALL)
+    own = {"binding": denoiser.binding(), "network": denoiser.network}
+    forward, backward = (
+        make(denoiser.shape, denoiser.process, kind=kind, **own) for kind in ("flow", "reversed_flow")
+    )
+    assert (denoiser.binding().turned, denoiser.parametrization.name) == (True, "reversed_flow")
+    for model in (pipe, denoiser):
+        with pytest.raises(MismatchError, match="is of a flow prediction, the scheduler says reversed_flow"):
+            trueup.attach(model, forward)
+        trueup.attach(model, backward).remove()
 
 
 def test_a_device_that_is_not_there_is_said_in_a_line():

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import DDPMScheduler
+from diffusers import DDPMPipeline, DDPMScheduler
 from torch import nn
 
 import trueup
@@ -460,8 +460,6 @@ def test_a_calibration_of_a_network_in_training_is_saved_attached_and_lowers_the
 def test_the_example_trains_and_its_calibrations_go_on_its_pipelines(
     tmp_path, monkeypatch, capsys, accelerated
 ):
-    from diffusers import DDPMPipeline
-
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "examples")
     import train_with_recorder
 
@@ -667,6 +665,18 @@ def test_what_models_of_diffusers_return_is_taken_as_it_is():
     with torch.no_grad():
         recorder.update(x_t, t, net(x_t, t), x_t, index=[0, 1, 2, 3])
     assert recorder.rows == 4
+
+
+def test_what_was_recorded_is_what_the_network_predicts():
+    """One scheduler, two predictions: a correction of one, taken for the other, makes outputs worse."""
+    unet, scheduler = tiny_unet(), DDPMScheduler()
+    recorder = trueup.Recorder(scheduler, "v_prediction", (1, 8, 8))
+    recorder.update(torch.randn(4, 1, 8, 8), torch.tensor([1, 300, 600, 999]), *torch.randn(2, 4, 1, 8, 8))
+    words = "a velocity prediction was recorded, and this network makes a noise one: .*Recorder.*'noise'"
+    with pytest.raises(TrueupError, match=words):
+        recorder.calibration(DDPMPipeline(unet, scheduler))
+    predicts = DDPMScheduler(prediction_type="v_prediction")
+    assert recorder.calibration(DDPMPipeline(unet, predicts)).parametrization.name == "velocity"
 
 
 def test_rows_that_are_all_nonsense_are_nothing_to_log():

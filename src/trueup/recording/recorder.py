@@ -323,10 +323,13 @@ class Recorder:
         denoiser.check_bare()
         if denoiser.shape != self.shape or not denoiser.process.agrees_with(known.process):
             raise ModelError("this network is of another shape or noise process than what was recorded")
+        ours, theirs = known.parametrization.name, denoiser.parametrization.name
+        if ours != theirs:
+            problem = f"a {ours} prediction was recorded, and this network makes a {theirs} one"
+            raise ModelError(f"{problem}: record what it returns itself, with Recorder(..., {theirs!r})")
         found = denoiser.binding(torch.tensor(self.classes[:1]) if self.classes else None)
         null = denoiser.null_label
-        ours = self._sums.provenance.get("null_label")
-        if null is not None and self.classes and ours != null:
+        if null is not None and self.classes and self._sums.provenance.get("null_label") != null:
             raise ModelError(f"this network's null label is {null}: say so to the recorder (null_label=)")
         return {
             "weights": denoiser.fingerprint(),
