@@ -220,7 +220,9 @@ def _check_model(model: Any, target: Any, denoiser: Denoiser | None, calibration
         process, parametrization = denoiser.process, denoiser.parametrization
     elif is_pipeline(model) and model.scheduler is not None:
         process, parametrization = schedule(config_of(model.scheduler))
-        if (calibration.provenance.get("binding") or {}).get("turned"):  # the pipeline does, before it is told
+        if (calibration.provenance.get("binding") or {}).get(
+            "turned"
+        ):  # the pipeline does, before it is told
             parametrization = parametrization.turned()
     else:
         return
