@@ -679,6 +679,18 @@ def test_what_was_recorded_is_what_the_network_predicts():
     assert recorder.calibration(DDPMPipeline(unet, predicts)).parametrization.name == "velocity"
 
 
+def test_a_batch_of_no_rows_adds_nothing():
+    """As a loop may be left with that records some of its rows: x_t[keep]."""
+    one, other = (trueup.Recorder(PROCESS, "noise", SHAPE, classes=[0, 1], half_life=None) for _ in range(2))
+    for x_t, t, eps, _ in batches(3, 8):
+        none, y = torch.zeros(8, dtype=torch.bool), torch.arange(8) % 2
+        one.update(x_t, t, eps, eps, y)
+        other.update(x_t[none], t[none], eps[none], eps[none], y[none])
+        other.update(x_t, t, eps, eps, y)
+    assert one.rows == other.rows
+    assert all(torch.equal(sums(one)[name], sums(other)[name]) for name in SUMS)
+
+
 def test_rows_that_are_all_nonsense_are_nothing_to_log():
     recorder = trueup.Recorder(PROCESS, "noise", SHAPE)
     x_t, t, eps, _ = next(batches(1, 8))

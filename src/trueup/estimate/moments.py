@@ -185,7 +185,7 @@ class Moments:
         w = _weights(weight, cell)  # (B,)
         if self.conditions is not None and y is None:
             raise TrueupError("these moments are kept by condition: every sample needs its own (y)")
-        rows = len(cell) if self.bands.whole else max(1, _AT_ONCE // math.prod(self.shape))
+        rows = max(1, len(cell) if self.bands.whole else _AT_ONCE // math.prod(self.shape))
         for start in range(0, len(cell), rows):
             part = slice(start, start + rows)
             seen = None if y is None or self.conditions is None else y[part]
@@ -238,7 +238,7 @@ class Moments:
         """
         cell = self._cell(index, y, group) if cell is None else cell
         weights = _weights(weight, cell)
-        rows = len(cell) if self.bands.whole else max(1, _AT_ONCE // math.prod(self.shape))
+        rows = max(1, len(cell) if self.bands.whole else _AT_ONCE // math.prod(self.shape))
         for start in range(0, len(cell), rows):
             part = slice(start, start + rows)
             every = self.bands.dct(x0[part].to(self.first.device).float()).double()  # (B, C, *spatial)
