@@ -33,6 +33,7 @@ from trueup.calibration.correction import Correction
 from trueup.calibration.shares import Shares, joined
 from trueup.errors import TrueupError
 from trueup.estimate.conditions import Conditions
+from trueup.estimate.levels import check_classes
 from trueup.estimate.pictures import Pictures
 from trueup.estimate.stored import KIND, LEVELS, SUMS, dimensions, pack, unpack
 from trueup.files import load_as, save_tensors, unpacked
@@ -107,7 +108,7 @@ class Moments:
         provenance: dict[str, Any] | None = None,
     ) -> Moments:
         """No samples yet, at rising times `t` of a process."""
-        shape, classes = tuple(shape), tuple(int(y) for y in classes)
+        shape, classes = tuple(shape), check_classes(classes)
         t = torch.as_tensor(t, dtype=torch.float64).cpu()
         bands = Bands.of(shape, edges)
         if not len(t) or not (t.diff() > 0).all():
