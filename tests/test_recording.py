@@ -489,6 +489,12 @@ def bad(recorder, x_t, t, eps):
     yield "0 to 999", lambda: recorder.update(x_t, t + 1000, eps, eps)
     yield "0 to 999", lambda: recorder.update(x_t, torch.tensor([0.0, 1.0, 2.0, math.nan]), eps, eps)
     yield "index is", lambda: recorder.update(x_t, t, eps, eps, index=torch.arange(3))
+    yield "index is numbers, one for each row", lambda: recorder.update(x_t, t, eps, eps, index=["a"] * 4)
+    yield "t is numbers, one for each row, not 'a'", lambda: recorder.update(x_t, "a", eps, eps)
+    yield "t is not among 0 to 999", lambda: recorder.update(x_t, t + 0.5, eps, eps)
+    yield "x_t is a tensor, not ndarray", lambda: recorder.update(x_t.numpy(), t, eps, eps)
+    yield "target is a tensor, not NoneType", lambda: recorder.update(x_t, t, eps, None)
+    yield "expected another Recorder, not int", lambda: recorder.merge(3)
 
 
 def test_bad_input_is_named_and_nothing_is_added():
@@ -511,6 +517,8 @@ def test_labels_are_checked():
         recorder.update(x_t, t, eps, eps)
     with pytest.raises(TrueupError, match="not among the classes 0, 1"):
         recorder.update(x_t, t, eps, eps, torch.tensor([0, 1, 2, 0]))
+    with pytest.raises(TrueupError, match="y is numbers, one for each row"):
+        recorder.update(x_t, t, eps, eps, ["a", "b", "a", "b"])
     with pytest.raises(TrueupError, match="y is"):
         recorder.update(x_t, t, eps, eps, torch.tensor([0, 1]))
 
@@ -557,7 +565,14 @@ def test_the_state_of_another_model_is_refused(what):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"half_life": 0}, {"every": 0}, {"shape": (3,)}, {"prediction": "image"}]
+    "settings",
+    [
+        *({"half_life": value} for value in (0, "a")),
+        *({"folds": value} for value in (0, 3.5)),
+        *({"classes": value} for value in (["a", "b"], [0.5, 1], [0], [0, 0])),
+        *({"process": value} for value in (DDPMScheduler, DiscreteVP, None)),
+        *({"every": 0}, {"shape": (3,)}, {"prediction": "image"}),
+    ],
 )
 def test_settings_that_cannot_be(settings):
     with pytest.raises(TrueupError):
