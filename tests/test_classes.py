@@ -316,6 +316,22 @@ def test_data_without_classes_are_refused_in_a_line():
         classes_of(labelled(torch.arange(20)), plain)
     with pytest.raises(TrueupError, match="label 1 is not among the classes 0"):
         measure(network, torch.arange(20) % 2, classes=[0])
+    for classes in (["a", "b"], [0.5, 1], "ab", 10):
+        with pytest.raises(TrueupError, match=r"classes are a list of labels, such as range\(10\), not "):
+            measure(network, torch.arange(20) % 2, classes=classes)
+    for null in ("none", torch.zeros(3)):
+        denoiser.null_label = null
+        with pytest.raises(
+            DataError, match="classes are whole numbers, and the null label of this network is "
+        ):
+            classes_of(labelled(torch.arange(20) % 2), denoiser)
+
+
+def test_labels_that_no_file_holds_are_refused_before_anything_is_measured():
+    network, largest = Gaussians(maps(2)), 2**62
+    with pytest.raises(TrueupError, match=f"at most 2\\*\\*62, not {largest + 1}"):
+        measure(network, torch.arange(20) % 2, classes=[0, largest + 1])
+    assert Moments.empty(VP, LEVELS, SHAPE, classes=[0, -largest]).classes == (0, -largest)
 
 
 def test_a_correction_is_a_correction():

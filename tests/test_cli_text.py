@@ -10,6 +10,7 @@ import trueup
 
 import pipelines
 from commandline import refused, trueup_command
+from tiny import save, tiny_unet
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,9 @@ def test_photographs_with_captions_make_a_calibration_and_a_solver_for_prompts(h
     unguided = trueup_command("sample", here / "sd", "--calibration", out, *common[:2], "--solver", "fitted")
     refused(trueup_command("sample", here / "sd", "--labels", "0-3", "-o", here / "y.png"), "pass --prompts")
     assert unguided.returncode == 2
+    save(tiny_unet(), here / "unet")
+    other = trueup_command("sample", here / "unet", "--calibration", out, "-o", here / "y.png")
+    refused(other, "and this one has one size: calibrate this model, or name its own calibration")
 
 
 @pytest.mark.parametrize(

@@ -580,6 +580,23 @@ def test_labels_that_are_no_numbers_are_left_out():
         assert len(batch.x0) == 3
 
 
+@pytest.mark.parametrize(
+    ("labels", "kind"),
+    [
+        (
+            [torch.zeros(2 + k, 8) for k in range(3)],
+            "Tensor",
+        ),  # embeddings of words, of which there are 2 to 4
+        ([{"low": torch.zeros(3, 2, 2)}] * 3, "dict"),
+        ([(torch.zeros(3, 2, 2), 1)] * 3, "tuple"),
+    ],
+)
+def test_labels_that_make_no_tensor_are_there_and_not_what_a_network_takes(labels, kind):
+    samples = Samples(Images([picture()] * 3, labels=labels), (3, 6, 5), PIXELS, conditional=True)
+    with pytest.raises(DataError, match=rf"the labels of .* \({kind}\) do not fit into one tensor"):
+        next(samples.batches(3))
+
+
 def test_stream_is_consumed_lazily():
     pulled = []
 

@@ -20,7 +20,7 @@ from test_pipelines import PROMPTS, run
 from test_scheduler import random_solver
 from trueup.denoiser.binding import time_line
 from trueup.denoiser.layout import restored
-from trueup.errors import DataError, ModelError
+from trueup.errors import DataError, MismatchError, ModelError
 from trueup.hf import as_denoiser
 from trueup.hf.prompts import _number
 
@@ -359,13 +359,19 @@ def flux():
     return pipe, calibration
 
 
-def test_a_scheduler_steps_packed_latents_of_other_proportions(flux):
-    """As many tokens as it was fitted for, the other way round: the attached correction was told which."""
+TURNED = Model("Flux", "", pipelines.flux, {**FLUX, "height": 16, "width": 32})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("gains", [None, "none"])
+def test_a_scheduler_steps_packed_latents_of_other_proportions(flux, gains, compiled):
+    """As many tokens as it was fitted for, the other way round: the network, corrected or not, was told."""
     pipe, calibration = flux
     pipe.scheduler = calibration.scheduler(nfe=3)
-    turned = Model("Flux", "", pipelines.flux, {**FLUX, "height": 16, "width": 32})
-    with trueup.attach(pipe, calibration):
-        stepped = run(turned, pipe, guided=False)[2]
+    with trueup.attach(pipe, calibration, gains=gains):
+        if compiled:
+            pipe.transformer.compile(backend="eager")
+        stepped = run(TURNED, pipe, guided=False)[2]
     by_hand = calibration.scheduler(nfe=3)
     by_hand.spatial = (8, 16)
     by_hand.set_timesteps(3)
@@ -373,12 +379,13 @@ def test_a_scheduler_steps_packed_latents_of_other_proportions(flux):
         torch.testing.assert_close(by_hand.step(*stepped[k]).prev_sample, stepped[k + 1][2])
 
 
-def test_a_corrected_transformer_of_packed_latents_compiles_whole(flux):
+@pytest.mark.parametrize("size", [(32, 16), (16, 32), (16, 16)])
+def test_a_compiled_transformer_of_packed_latents_is_corrected_as_it_is_otherwise(flux, size):
     pipe, calibration = flux
-    model = Model("Flux", "", pipelines.flux, FLUX)
+    model = Model("Flux", "", pipelines.flux, {**FLUX, "height": size[0], "width": size[1]})
     with trueup.attach(pipe, calibration):
         expected = run(model, pipe, guided=False)[2][-1][0]
-        pipe.transformer.compile(backend="eager", fullgraph=True)
+        pipe.transformer.compile(backend="eager")
         torch.testing.assert_close(run(model, pipe, guided=False)[2][-1][0], expected)
 
 
@@ -395,19 +402,45 @@ def test_a_network_that_peft_wraps_is_told_what_it_was_told_before():
         torch.testing.assert_close(denoiser.predict(x_t, t, y), bare.predict(x_t, t, y))
 
 
+def test_a_graph_without_a_break_cannot_know_the_size_of_packed_latents(flux):
+    pipe, calibration = flux
+    pipe.transformer.compile(backend="eager", fullgraph=True)
+    words = "in the values of img_ids: compile without fullgraph=True"
+    with trueup.attach(pipe, calibration), pytest.raises(Exception, match=words):
+        run(TURNED, pipe, guided=False)
+
+
+def test_a_pipeline_that_turns_signs_takes_what_was_measured_of_the_network_itself():
+    """Its scheduler says flow, its network predicts the reverse: the correction of a flow would be added."""
+    pipe = pipelines.lumina2()
+    denoiser = as_denoiser(pipe, arguments=SMALL)
+    own = {"binding": denoiser.binding(), "network": denoiser.network}
+    forward, backward = (
+        make(denoiser.shape, denoiser.process, kind=kind, **own) for kind in ("flow", "reversed_flow")
+    )
+    assert (denoiser.binding().turned, denoiser.parametrization.name) == (True, "reversed_flow")
+    for model in (pipe, denoiser):
+        with pytest.raises(MismatchError, match="is of a flow prediction, the scheduler says reversed_flow"):
+            trueup.attach(model, forward)
+        trueup.attach(model, backward).remove()
+
+
 def test_a_device_that_is_not_there_is_said_in_a_line():
     with pytest.raises(ModelError, match="device nowhere cannot be used: "):
         as_denoiser(pipelines.sd(), device="nowhere")
 
 
-def test_what_a_corrected_network_was_told_is_forgotten_after_its_step(flux):
-    """A scheduler alone, later, is at the size that it was fitted for again."""
+def test_what_a_network_was_told_is_forgotten_after_its_step(flux):
+    """A scheduler alone, later, is not told: as many tokens may be pictures that are high or wide."""
     pipe, calibration = flux
     pipe.scheduler = calibration.scheduler(nfe=3)
-    turned = Model("Flux", "", pipelines.flux, {**FLUX, "height": 16, "width": 32})
     with trueup.attach(pipe, calibration):
-        run(turned, pipe, guided=False)
-    stepped = run(Model("Flux", "", pipelines.flux, FLUX), pipe, guided=False)[2]
+        run(TURNED, pipe, guided=False)
+    model = Model("Flux", "", pipelines.flux, FLUX)
+    with pytest.raises(MismatchError, match=r"attach the calibration, or set scheduler\.spatial"):
+        run(model, pipe, guided=False)
+    pipe.scheduler.spatial = (16, 8)
+    stepped = run(model, pipe, guided=False)[2]
     by_hand = calibration.scheduler(nfe=3)
     by_hand.spatial = (16, 8)
     by_hand.set_timesteps(3)

@@ -70,6 +70,30 @@ def test_guided_solvers_and_other_labels_are_not_compared(world):
         assert len(made.drawn) == 2
 
 
+def test_a_guided_solver_leaves_the_samples_of_the_other_alone(world):
+    _, net, cal = world
+    fine = replace(plan(net, FINE, Grid(), INTERVALS + 1), gains=cal.gains)
+    both = (fine, replace(fine, guidance=2.0))
+    made = with_solvers(net, replace(cal, solvers=both), [fine], None, False)
+    assert [one.fitted for one in with_solvers(net, made, [both[1]], None, False).drawn] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_a_file_holds_samples_of_the_solvers_that_were_fitted_last(world, tmp_path):
+    _, net, cal = world
+    made, numbers = replace(cal, solvers=()), range(2, 18)
+    for nfe in numbers:
+        solver = replace(plan(net, FINE, Grid(), nfe), gains=cal.gains)
+        made = with_solvers(net, replace(made, solvers=(*made.solvers, solver)), [solver], None, False)
+    made.save(tmp_path / "made.trueup.safetensors")
+    kept = trueup.load(tmp_path / "made.trueup.safetensors")
+    assert [one.nfe for one in kept.drawn[2:]] == list(numbers)[2:]
+    assert [solver.nfe for solver in kept.solvers] == list(numbers)
+
+
 def test_bands_of_the_data_itself_are_the_datas(world):
     data, net, cal = world
     fresh = data.sample(400, seed=9).float().clamp(-1, 1)

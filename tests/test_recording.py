@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import DDPMScheduler
+from diffusers import DDPMPipeline, DDPMScheduler
 from torch import nn
 
 import trueup
@@ -460,8 +460,6 @@ def test_a_calibration_of_a_network_in_training_is_saved_attached_and_lowers_the
 def test_the_example_trains_and_its_calibrations_go_on_its_pipelines(
     tmp_path, monkeypatch, capsys, accelerated
 ):
-    from diffusers import DDPMPipeline
-
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "examples")
     import train_with_recorder
 
@@ -491,6 +489,12 @@ def bad(recorder, x_t, t, eps):
     yield "0 to 999", lambda: recorder.update(x_t, t + 1000, eps, eps)
     yield "0 to 999", lambda: recorder.update(x_t, torch.tensor([0.0, 1.0, 2.0, math.nan]), eps, eps)
     yield "index is", lambda: recorder.update(x_t, t, eps, eps, index=torch.arange(3))
+    yield "index is numbers, one for each row", lambda: recorder.update(x_t, t, eps, eps, index=["a"] * 4)
+    yield "t is numbers, one for each row, not 'a'", lambda: recorder.update(x_t, "a", eps, eps)
+    yield "t is not among 0 to 999", lambda: recorder.update(x_t, t + 0.5, eps, eps)
+    yield "x_t is a tensor, not ndarray", lambda: recorder.update(x_t.numpy(), t, eps, eps)
+    yield "target is a tensor, not NoneType", lambda: recorder.update(x_t, t, eps, None)
+    yield "expected another Recorder, not int", lambda: recorder.merge(3)
 
 
 def test_bad_input_is_named_and_nothing_is_added():
@@ -513,6 +517,8 @@ def test_labels_are_checked():
         recorder.update(x_t, t, eps, eps)
     with pytest.raises(TrueupError, match="not among the classes 0, 1"):
         recorder.update(x_t, t, eps, eps, torch.tensor([0, 1, 2, 0]))
+    with pytest.raises(TrueupError, match="y is numbers, one for each row"):
+        recorder.update(x_t, t, eps, eps, ["a", "b", "a", "b"])
     with pytest.raises(TrueupError, match="y is"):
         recorder.update(x_t, t, eps, eps, torch.tensor([0, 1]))
 
@@ -559,7 +565,14 @@ def test_the_state_of_another_model_is_refused(what):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"half_life": 0}, {"every": 0}, {"shape": (3,)}, {"prediction": "image"}]
+    "settings",
+    [
+        *({"half_life": value} for value in (0, "a")),
+        *({"folds": value} for value in (0, 3.5)),
+        *({"classes": value} for value in (["a", "b"], [0.5, 1], [0], [0, 0])),
+        *({"process": value} for value in (DDPMScheduler, DiscreteVP, None)),
+        *({"every": 0}, {"shape": (3,)}, {"prediction": "image"}),
+    ],
 )
 def test_settings_that_cannot_be(settings):
     with pytest.raises(TrueupError):
@@ -667,6 +680,30 @@ def test_what_models_of_diffusers_return_is_taken_as_it_is():
     with torch.no_grad():
         recorder.update(x_t, t, net(x_t, t), x_t, index=[0, 1, 2, 3])
     assert recorder.rows == 4
+
+
+def test_what_was_recorded_is_what_the_network_predicts():
+    """One scheduler, two predictions: a correction of one, taken for the other, makes outputs worse."""
+    unet, scheduler = tiny_unet(), DDPMScheduler()
+    recorder = trueup.Recorder(scheduler, "v_prediction", (1, 8, 8))
+    recorder.update(torch.randn(4, 1, 8, 8), torch.tensor([1, 300, 600, 999]), *torch.randn(2, 4, 1, 8, 8))
+    words = "a velocity prediction was recorded, and this network makes a noise one: .*Recorder.*'noise'"
+    with pytest.raises(TrueupError, match=words):
+        recorder.calibration(DDPMPipeline(unet, scheduler))
+    predicts = DDPMScheduler(prediction_type="v_prediction")
+    assert recorder.calibration(DDPMPipeline(unet, predicts)).parametrization.name == "velocity"
+
+
+def test_a_batch_of_no_rows_adds_nothing():
+    """As a loop may be left with that records some of its rows: x_t[keep]."""
+    one, other = (trueup.Recorder(PROCESS, "noise", SHAPE, classes=[0, 1], half_life=None) for _ in range(2))
+    for x_t, t, eps, _ in batches(3, 8):
+        none, y = torch.zeros(8, dtype=torch.bool), torch.arange(8) % 2
+        one.update(x_t, t, eps, eps, y)
+        other.update(x_t[none], t[none], eps[none], eps[none], y[none])
+        other.update(x_t, t, eps, eps, y)
+    assert one.rows == other.rows
+    assert all(torch.equal(sums(one)[name], sums(other)[name]) for name in SUMS)
 
 
 def test_rows_that_are_all_nonsense_are_nothing_to_log():

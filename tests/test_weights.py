@@ -138,6 +138,18 @@ def test_adapters_on_other_weights_are_other_weights():
     assert "made for other weights (fingerprint" in refusal(add(other, "style"), calibration_of(unet()))
 
 
+def test_weights_of_two_half_precisions_do_not_compare():
+    """What bfloat16 and float16 both hold has one fingerprint, which told nobody what differs."""
+    network = unet()
+    with torch.no_grad():
+        for p in network.parameters():
+            p.copy_((8 * p).round() / 8)
+    cal = calibration_of(copy.deepcopy(network).bfloat16())
+    said = refusal(network.half(), cal)
+    assert "made for other weights, or the same in bfloat16, while these are in float16" in said
+    trueup.attach(network.bfloat16(), cal).remove()
+
+
 def test_peft_around_a_network_is_seen_through():
     network = unet()
     before = fingerprint(network)

@@ -105,6 +105,13 @@ class Parametrization:
         """What subtracting the optimal shift takes off the DSM loss, w/2 |shift|^2, equation 10."""
         return 0.5 * self.dsm_weight(alpha, sigma) * shift.square().sum()
 
+    def turned(self) -> Parametrization:
+        """That of a flow with its sign turned, as some pipelines do before their scheduler is told."""
+        if self.name not in ("flow", "reversed_flow"):
+            problem = f"its pipeline turns the sign of a {self.name} prediction"
+            raise ModelError(f"{problem}, which has no name here")
+        return Parametrization("reversed_flow" if self.name == "flow" else "flow")
+
     def settings(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {name: value for name, value in asdict(self).items() if value is not None}

@@ -18,6 +18,7 @@ from trueup.statistics import Number
 
 Part = TypeVar("Part")
 LARGEST = 2**33  # bytes of maps in memory; anything larger is not a calibration
+LARGEST_LABEL = 2**62
 
 
 class Bounds(NamedTuple):

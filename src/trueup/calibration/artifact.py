@@ -29,7 +29,7 @@ from trueup.noise import checked_seed
 from trueup.parametrization import Parametrization
 from trueup.process import NoiseProcess, from_settings
 from trueup.statistics import Number
-from trueup.stored import LARGEST, Bounds, check_tensors, digest_of, numbers, part, whole, word
+from trueup.stored import LARGEST, LARGEST_LABEL, Bounds, check_tensors, digest_of, numbers, part, whole, word
 
 KIND = "a calibration"
 _PARTS = ("value", "error", "low", "high")
@@ -37,7 +37,7 @@ _BY_LEVEL = ("loss", "eta2", "gain")
 _TOTALS = ("bound_gain", "shift_bound_gain")
 _MOST_SOLVERS = 100
 _LARGEST_MAPS = 2**30  # bytes
-_MOST_CLASSES, _LARGEST_LABEL = 100_000, 2**62
+_MOST_CLASSES = 100_000
 _OF_CORRECTION = ("b", "a", "d", "support", "rho", "innovation", "changed_support")
 _GROUPS = ("solver", "class", "condition", "drawn")
 _DATA = ("data_mean", "data_variance", "data_variance_se")
@@ -276,7 +276,7 @@ def _classes(
         if str(i) in own:
             correction = _unpack_correction(entry, own[str(i)], pooled.lam, channels, pooled.bands)
         label, images = (
-            whole(entry, "label", -_LARGEST_LABEL, _LARGEST_LABEL),
+            whole(entry, "label", -LARGEST_LABEL, LARGEST_LABEL),
             whole(entry, "images", 0, 2**40),
         )
         found.append(OfClass(label, images, stored.total(entry, "gain"), correction))
@@ -356,7 +356,7 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
     if given.get("generated", {}).get("nfe") is not None:
         whole(given["generated"], "nfe", 1, 10**6)
     if "null_label" in given:
-        whole(given, "null_label", -_LARGEST_LABEL, _LARGEST_LABEL)
+        whole(given, "null_label", -LARGEST_LABEL, LARGEST_LABEL)
     if "recorded" in given:
         recorded = part(given, "recorded", dict)
         for name in ("steps", "rows"):

@@ -220,13 +220,15 @@ def _check_model(model: Any, target: Any, denoiser: Denoiser | None, calibration
         process, parametrization = denoiser.process, denoiser.parametrization
     elif is_pipeline(model) and model.scheduler is not None:
         process, parametrization = schedule(config_of(model.scheduler))
+        binding = calibration.provenance.get("binding") or {}
+        if binding.get("turned"):  # the pipeline turns the sign before its scheduler is told
+            parametrization = parametrization.turned()
     else:
         return
     if not calibration.process.agrees_with(process):
         problem = "this calibration was made for another noise process than the model's scheduler describes"
         raise MismatchError(problem, ADVICE, FORCE)
     ours, theirs = calibration.parametrization, parametrization
-    turned = (calibration.provenance.get("binding") or {}).get("turned") and denoiser is None
-    if ours != theirs and not turned:  # such a pipeline tells its scheduler otherwise
+    if ours != theirs:
         problem = f"this calibration is of a {ours.name} prediction"
         raise MismatchError(f"{problem}, the scheduler says {theirs.name}")

@@ -200,7 +200,7 @@ class Calibration:
 
         binding, predicts = self.provenance.get("binding") or {}, self.parametrization
         if binding.get("turned"):  # the pipeline does, before the scheduler is told
-            predicts = Parametrization("flow" if predicts.name == "reversed_flow" else "reversed_flow")
+            predicts = predicts.turned()
         return FittedScheduler.of(solver, self.process, predicts, binding.get("layout"))
 
     @property

@@ -70,7 +70,10 @@ class CorrectOutput:
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], raw: Any) -> Any:
         """Correct what a forward call returned."""
-        if self.empty or not self.enabled:
+        if not self.enabled:
+            return raw
+        if self.empty:
+            self._told_size(kwargs)
             return raw
         if not torch.compiler.is_compiling():
             FIRED.count += 1
@@ -99,12 +102,17 @@ class CorrectOutput:
         layout, x_t = self.binding.layout, self.binding.x.of(args, kwargs)
         if layout is None:
             return output, x_t[:, : self.shape[0]]
-        ids = kwargs.get("img_ids") if layout == "packed" and not torch.compiler.is_compiling() else None
-        spatial = spatial_of(output, layout, self.shape[1:]) if ids is None else self._size(ids)
+        spatial = self._told_size(kwargs) or spatial_of(output, layout, self.shape[1:])
         if spatial is None:
             tokens = f"{output.shape[1]} tokens are no picture"
             raise MismatchError(f"{tokens} with the proportions of {self.shape[1:]}")
         return restored(output, layout, spatial), restored(x_t, layout, spatial)[:, : self.shape[0]]
+
+    def _told_size(self, kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """Of packed latents, where a call says it."""
+        packed = self.binding is not None and self.binding.layout == "packed"
+        ids = kwargs.get("img_ids") if packed else None
+        return None if ids is None else self._size(ids)
 
     def _size(self, ids: Tensor) -> tuple[int, ...]:
         """The size of packed latents; a pipeline tells the same places at every step."""
@@ -114,6 +122,12 @@ class CorrectOutput:
             self._places = (weakref.ref(ids), size)
         SEEN[ids.shape[-2]] = size  # for a scheduler, which is not told
         return size
+
+    # As torch.compiler.disable does, which would load the compiler.
+    _size._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _size._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "the size of packed latents is in the values of img_ids: compile without fullgraph=True"
+    )
 
     def _label(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The labels of a call; a network that takes none for the null label may be called without."""

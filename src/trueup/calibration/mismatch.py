@@ -9,7 +9,7 @@ from torch import nn
 
 from trueup.calibration.calibration import Calibration
 from trueup.denoiser.adapters import fused
-from trueup.denoiser.weights import ADAPTER, BASE, QUANTISED, VECTORS, same_weights
+from trueup.denoiser.weights import ADAPTER, BASE, PRECISIONS, QUANTISED, VECTORS, same_weights
 from trueup.errors import Argument, MismatchError
 
 FORCE, ADVICE = Argument("force", True), "recalibrate, or pass {} if you know they agree"
@@ -21,8 +21,7 @@ def of_other_weights(calibration: Calibration, weights: dict[str, str], network:
     made = calibration.provenance.get("weights") or {}
     problem, advice = _adapted(made, weights) or _changed(made, weights, network) or ("", "")
     if not problem:
-        ours, theirs = (next(iter(found.values()), "none")[:8] for found in (made, weights))
-        problem = f"this calibration was made for other weights (fingerprint {ours}, model {theirs})"
+        problem = f"this calibration was made for other weights{_apart(made, weights)}"
     return MismatchError(problem, f"{advice}, or pass {{}} ({GUIDE})" if advice else ADVICE, FORCE)
 
 
@@ -67,6 +66,15 @@ def _changed(made: dict[str, str], now: dict[str, str], network: Any) -> tuple[s
         problem = "this network has the biases and norms of the one that was calibrated, and other matrices"
         return f"{problem}, as after fusing a LoRA or rounding weights", "calibrate it as it is"
     return None
+
+
+def _apart(made: dict[str, str], now: dict[str, str]) -> str:
+    """The two fingerprints, at the finest dtype that both have; else their dtypes, which do not compare."""
+    ours, theirs = ([name for name in PRECISIONS if name in found] for found in (made, now))
+    both = next((name for name in ours if name in theirs), None)
+    if both is not None:
+        return f" (fingerprint {made[both][:8]}, model {now[both][:8]})"
+    return f", or the same in {ours[0]}, while these are in {theirs[0]}" if ours and theirs else ""
 
 
 def _layers(network: Any) -> Iterable[Any]:

@@ -14,6 +14,7 @@ import torch
 
 from trueup import distributed, typed
 from trueup.calibration import Attachment, Calibration, load
+from trueup.calibration.mismatch import ADVICE, FORCE
 from trueup.commands.code import run_code
 from trueup.denoiser import Denoiser
 from trueup.errors import Argument, MismatchError, ModelError
@@ -44,7 +45,13 @@ def open_model(options: argparse.Namespace) -> Denoiser:
     if code is not None:
         say(options, f"running {code[0]}")
     model = options.model if code is None else run_code(*code)
-    denoiser = as_denoiser(model, device=find_device(options.device), **how)
+    try:
+        denoiser = as_denoiser(model, device=find_device(options.device), **how)
+    except ModelError as error:
+        if options.size or not any(argument.name == "size" for argument in error.arguments):
+            raise
+        problem = "this calibration was made for a model of pictures of any size, and this one has one size"
+        raise MismatchError(problem, ADVICE, FORCE) from None
     if getattr(options, "null_label", None) is not None:
         denoiser.null_label = options.null_label
     return denoiser

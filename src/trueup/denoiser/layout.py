@@ -56,5 +56,5 @@ def spatial_of(x: Tensor, layout: str | None, like: tuple[int, ...]) -> tuple[in
 
 def spatial_of_ids(ids: Tensor) -> tuple[int, int]:
     """Height and width of packed latents, by the places (tokens, 3) that a network is told of them."""
-    rows, columns = (int(ids[..., axis].max()) + 1 for axis in (-2, -1))
-    return 2 * rows, 2 * columns
+    row, column = ids.reshape(-1, ids.shape[-1])[:, -2:].amax(0).tolist()
+    return 2 * int(row) + 2, 2 * int(column) + 2

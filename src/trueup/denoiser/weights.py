@@ -20,6 +20,7 @@ _TELLS = 4 * _VALUES  # weights, of which floating point ones hardly share value
 _DISTINCT, _ROWS = 2**16, 4  # weights and rows that are looked at
 _WRAPPERS = re.compile(r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")  # of parts of it
 _COARSER = (torch.float32, torch.float16, torch.bfloat16)
+PRECISIONS = tuple(str(dtype).removeprefix("torch.") for dtype in _COARSER)  # of a fingerprint, finest first
 
 # Parts of a fingerprint that tell what became of weights; each is kept by dtype, as the whole is.
 BASE = " base"  # all but the adapters at work
@@ -95,7 +96,7 @@ def _levels(p: Tensor) -> str | None:
 
 def same_weights(ours: dict[str, str], theirs: dict[str, str], *, part: str = "", of: str = "") -> bool:
     """Whether two fingerprints agree at the finest dtype that both have: our `part` with theirs `of` it."""
-    finest = next((n for n in map(_name, _COARSER) if n + part in ours and n + of in theirs), None)
+    finest = next((n for n in PRECISIONS if n + part in ours and n + of in theirs), None)
     return finest is not None and ours[finest + part] == theirs[finest + of]
 
 

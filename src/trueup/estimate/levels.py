@@ -1,15 +1,18 @@
-"""The noise levels that a network is measured at."""
+"""The noise levels that a network is measured at, and the classes that are kept apart."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import index
 
 import torch
 from torch import Tensor
 
 from trueup.calibration.correction import LEVEL_SPACING
-from trueup.errors import ModelError
+from trueup.errors import ModelError, TrueupError
+from trueup.files import line
 from trueup.process import NoiseProcess
+from trueup.stored import LARGEST_LABEL
 
 
 def default_levels(process: NoiseProcess) -> Tensor:
@@ -40,3 +43,16 @@ def check_levels(process: NoiseProcess, levels: Sequence[float] | Tensor | None)
     if not torch.isfinite(asked).all() or (asked < process.t_min).any() or (asked > process.t_max).any():
         raise ModelError(f"levels are times between {process.t_min:g} and {process.t_max:g}")
     return torch.unique(process.snap(asked))
+
+
+def check_classes(classes: Iterable[int]) -> tuple[int, ...]:
+    """Labels that were asked for, as whole numbers that a file holds."""
+    try:
+        labels = tuple(index(label) for label in classes)
+    except TypeError:
+        given = line(repr(classes), 80)
+        raise TrueupError(f"classes are a list of labels, such as range(10), not {given}") from None
+    for label in labels:
+        if abs(label) > LARGEST_LABEL:
+            raise TrueupError(f"a label is a whole number of at most 2**62, not {label}")
+    return labels

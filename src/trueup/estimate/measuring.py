@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from operator import index
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,12 @@ from trueup.denoiser.sharded import is_spread
 from trueup.errors import Argument, DataError, ModelError
 from trueup.estimate.conditions import Conditions, keys, see
 from trueup.estimate.diagnose import check_use, refuse_nonsense
-from trueup.estimate.levels import check_levels
+from trueup.estimate.levels import check_classes, check_levels
 from trueup.estimate.moments import Moments
 from trueup.estimate.pictures import Pictures
 from trueup.estimate.run import SHARDS, Resumed, Run, settings_of
 from trueup.estimate.shares import checked_share, dealing, in_order, in_share, of_all_ranks, told_of
+from trueup.files import line
 from trueup.hf import as_denoiser
 from trueup.hf.hub import names_of
 from trueup.images import Batch, Ranks, Samples, as_images, open_images, sent
@@ -112,9 +114,10 @@ def measure(
         "chosen": samples.chosen(),
         **names_of(denoiser.network),
     }
-    classes = tuple(int(y) for y in classes)
-    if denoiser.null_label is not None and denoiser.null_label in classes:
-        provenance["null_label"] = int(denoiser.null_label)
+    classes = check_classes(classes)
+    null = _null_class(denoiser) if classes else None
+    if null in classes:
+        provenance["null_label"] = null
     if per_embedding:
         provenance["per_embedding"] = True
     picture = None if classes else _picture(samples, denoiser)
@@ -181,6 +184,7 @@ def classes_of(data: Any, model: Any) -> list[int]:
     if denoiser.vocabulary is not None:
         problem = "this network is told prompts, which are no classes"
         raise DataError(problem, "calibrate it by their embeddings, with {}", Argument("per_embedding", True))
+    null = _null_class(denoiser)
     for batch in samples.batches(256):
         if batch.y is None:
             raise DataError(NEEDS_LABELS)
@@ -190,7 +194,17 @@ def classes_of(data: Any, model: Any) -> list[int]:
     if len(found) < 2:
         only = f"all images have the label {found.pop()}" if found else f"{samples.name} holds no samples"
         raise DataError(f"{only}: classes need two or more to differ")
-    return sorted(found | ({int(denoiser.null_label)} if denoiser.null_label is not None else set()))
+    return sorted(found | (set() if null is None else {null}))
+
+
+def _null_class(denoiser: Denoiser) -> int | None:
+    """The network's null label, which is a class among others."""
+    try:
+        return None if denoiser.null_label is None else index(denoiser.null_label)
+    except TypeError:
+        null = line(repr(denoiser.null_label), 80)
+        problem = f"classes are whole numbers, and the null label of this network is {null}"
+        raise DataError(f"{problem}: give it the number that stands for none") from None
 
 
 def _embeddings(samples: Samples, denoiser: Denoiser) -> tuple[Projection, int]:

@@ -33,6 +33,7 @@ from trueup.calibration.correction import Correction
 from trueup.calibration.shares import Shares, joined
 from trueup.errors import TrueupError
 from trueup.estimate.conditions import Conditions
+from trueup.estimate.levels import check_classes
 from trueup.estimate.pictures import Pictures
 from trueup.estimate.stored import KIND, LEVELS, SUMS, dimensions, pack, unpack
 from trueup.files import load_as, save_tensors, unpacked
@@ -107,7 +108,7 @@ class Moments:
         provenance: dict[str, Any] | None = None,
     ) -> Moments:
         """No samples yet, at rising times `t` of a process."""
-        shape, classes = tuple(shape), tuple(int(y) for y in classes)
+        shape, classes = tuple(shape), check_classes(classes)
         t = torch.as_tensor(t, dtype=torch.float64).cpu()
         bands = Bands.of(shape, edges)
         if not len(t) or not (t.diff() > 0).all():
@@ -185,7 +186,7 @@ class Moments:
         w = _weights(weight, cell)  # (B,)
         if self.conditions is not None and y is None:
             raise TrueupError("these moments are kept by condition: every sample needs its own (y)")
-        rows = len(cell) if self.bands.whole else max(1, _AT_ONCE // math.prod(self.shape))
+        rows = max(1, len(cell) if self.bands.whole else _AT_ONCE // math.prod(self.shape))
         for start in range(0, len(cell), rows):
             part = slice(start, start + rows)
             seen = None if y is None or self.conditions is None else y[part]
@@ -238,7 +239,7 @@ class Moments:
         """
         cell = self._cell(index, y, group) if cell is None else cell
         weights = _weights(weight, cell)
-        rows = len(cell) if self.bands.whole else max(1, _AT_ONCE // math.prod(self.shape))
+        rows = max(1, len(cell) if self.bands.whole else _AT_ONCE // math.prod(self.shape))
         for start in range(0, len(cell), rows):
             part = slice(start, start + rows)
             every = self.bands.dct(x0[part].to(self.first.device).float()).double()  # (B, C, *spatial)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trueup.bands import band_variance
 from trueup.calibration import Attachment, Calibration, Drawn
-from trueup.calibration.drawn import PICTURES, small
+from trueup.calibration.drawn import MOST, PICTURES, small
 from trueup.denoiser import Denoiser
 from trueup.fitted import FittedSolver
 from trueup.fitting.moments import Moments, dct_of, seen
@@ -67,12 +67,13 @@ def with_solvers(
     """The calibration with samples of its new solvers, from the noise of those that judged it.
 
     Guided samples, and those of other labels than the data's, do not compare with them: none are drawn.
+    A file holds `MOST` sets: those of the solvers that were fitted first make room.
     """
-    there = [one for one in calibration.drawn if not (one.fitted and one.nfe in {s.nfe for s in made})]
+    solvers = [solver for solver in made if solver.guidance == 1.0]
+    there = [one for one in calibration.drawn if not (one.fitted and one.nfe in {s.nfe for s in solvers})]
     calibration.drawn = tuple(there)
     first = next((one for one in there if one.before), None)
-    data = Moments.of(calibration, labels)
-    solvers = [solver for solver in made if solver.guidance == 1.0][:4]
+    data, solvers = Moments.of(calibration, labels), solvers[:4]
     if first is None or data is None or not solvers:
         return calibration
     network = network_for(denoiser, labels)
@@ -85,5 +86,6 @@ def with_solvers(
         for solver in solvers:
             how = {"gains": solver.gains, "fitted": True, "nfe": solver.nfe, "seed": first.seed}
             there.append(look_at(follow(solver, network, noise), denoiser, data, **how))
-    calibration.drawn = tuple(there)
+    judged, fitted = ([one for one in there if one.fitted == kind] for kind in (False, True))
+    calibration.drawn = (*judged, *fitted[-(MOST - len(judged)) :])
     return calibration

@@ -278,14 +278,16 @@ class FittedScheduler(SchedulerMixin, ConfigMixin):
         return arranged(self.solver.step(i, x, self._history).to(sample.dtype), self.layout)
 
     def _size(self, sample: Tensor) -> tuple[int, ...]:
-        """Of samples that come as tokens: as was said, as the corrected network was told, or as fitted."""
+        """Of samples that come as tokens: as was said, as the network was told, or as fitted if square."""
         like = self.solver.shape[1:] if self.spatial is None else self.spatial
-        # Taken away, since a network that is not corrected says nothing before the next step.
-        seen = SEEN.pop(sample.shape[1], None) if self.layout == "packed" and self.spatial is None else None
+        packed = self.layout == "packed" and self.spatial is None
+        # Taken away, since a network that nothing is attached to says nothing before the next step.
+        seen = SEEN.pop(sample.shape[1], None) if packed else None
         spatial = seen or spatial_of(sample, self.layout, like)
-        if spatial is None:
-            tokens = f"{sample.shape[1]} tokens have not the proportions of {like}"
-            raise MismatchError(f"{tokens}: set scheduler.spatial to the height and width of the latents")
+        if spatial is None or (packed and not seen and spatial[0] != spatial[1]):
+            tokens = f"{sample.shape[1]} tokens may be a picture of other proportions than {like}"
+            advice = "attach the calibration, or set scheduler.spatial to the height and width of the latents"
+            raise MismatchError(f"{tokens}: {advice}")
         return spatial
 
     def add_noise(self, original_samples: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:

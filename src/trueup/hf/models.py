@@ -95,7 +95,7 @@ def as_denoiser(
             raise ModelError(f"{told}: pass its pipeline, or a trueup.Denoiser whose `call` passes them")
         heard = _listened(pipe, network, arguments, device)
         if heard.interface.binding.turned:
-            prediction = _turned(prediction)
+            prediction = prediction.turned()
     elif arguments:
         problem = f"{settings['_class_name']} has one size, and is told no prompts by a pipeline"
         raise ModelError(problem, "leave out {}", Argument("size", said="arguments"))
@@ -161,15 +161,6 @@ def _listened(pipe: Any, network: nn.Module, arguments: Mapping[str, Any] | None
             raise ModelError(f"device {device!s} cannot be used: {line(error)}") from None
     pipeline = Pipeline(pipe, network, arguments)
     return Vocabulary(pipeline, pipeline.interface())
-
-
-def _turned(prediction: Parametrization) -> Parametrization:
-    """What a network predicts whose pipeline turns its sign before the scheduler is told."""
-    if prediction.name not in ("flow", "reversed_flow"):
-        raise ModelError(
-            f"its pipeline turns the sign of a {prediction.name} prediction, which has no name here"
-        )
-    return Parametrization("reversed_flow" if prediction.name == "flow" else "flow")
 
 
 def _sample_shape(config: Mapping[str, Any]) -> tuple[int, ...]:

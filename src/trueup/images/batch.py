@@ -58,6 +58,10 @@ def told(labels: Sequence[Any], vocabulary: Any, conditional: bool, name: str) -
     try:
         return None if any(label is None for label in labels) else torch.as_tensor(np.asarray(labels))
     except (TypeError, ValueError):  # names, boxes: nothing a network takes as its class
+        if conditional:
+            kind = type(labels[0]).__name__
+            problem = f"the labels of {name} ({kind}) do not fit into one tensor, which this network takes"
+            raise DataError(f"{problem}: give every sample a number, or an array of one shape") from None
         return None
 
 

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ from trueup.denoiser import Binding, Denoiser, prediction, unwrapped
 from trueup.denoiser.binding import Place
 from trueup.errors import MismatchError, ModelError, TrueupError
 from trueup.estimate import Moments, fit
-from trueup.estimate.levels import check_levels
+from trueup.estimate.levels import check_classes, check_levels
 from trueup.estimate.moments import fold_of
 from trueup.estimate.stored import SUMS
 from trueup.hf import as_denoiser
 from trueup.parametrization import Parametrization
-from trueup.recording.rows import Reader, described, home
+from trueup.recording.rows import Reader, described, home, numbers
 from trueup.statistics import Number, enough_folds
 
 _HEAVY = 2.0**40  # a weight at which all sums are rescaled: far from where float64 ends
@@ -74,14 +75,17 @@ class Recorder:
         levels: Sequence[float] | Tensor | None = None,
         folds: int | None = None,
     ):
-        if half_life is not None and not 0 < half_life < math.inf:
+        if half_life is not None and not (_real(half_life) and 0 < half_life < math.inf):
             raise TrueupError(
                 f"half_life is a number of steps above 0, or None to forget nothing, not {half_life!r}"
             )
         if not isinstance(every, int) or every < 1:
             raise TrueupError(f"every is a whole number of at least 1, not {every!r}")
-        if not isinstance(classes, (Sequence, range)):
-            raise TrueupError(f"classes are a list of labels, such as range(10), not {classes!r}")
+        if folds is not None and (not isinstance(folds, int) or folds < 1):
+            raise TrueupError(f"folds is a whole number of at least 1, not {folds!r}")
+        classes = check_classes(classes)
+        if len(classes) == 1:
+            raise TrueupError(f"labels that are all {classes[0]} tell nothing apart: leave out classes")
         if null_label is not None and null_label not in classes:
             raise TrueupError(f"the null label {null_label} is not among the classes: add it to them")
         self._described = known = described(process, prediction, shape)
@@ -189,11 +193,11 @@ class Recorder:
     def _add(
         self, x_t: Tensor, t: Tensor | float, output: Any, target: Tensor, y: Any, index: Tensor | None
     ) -> None:
+        told = self._reader.checked(x_t, t, output, target, y)
         device, count = home(x_t.device), len(x_t)
-        index = None if index is None else torch.as_tensor(index).detach()
+        index = None if index is None else numbers("index", index)
         if index is not None and index.shape != (count,):
             raise TrueupError(f"index is {tuple(index.shape)}, expected one for each of the {count} rows")
-        told = self._reader.checked(x_t, t, output, target, y)
         self._indexed = self._indexed and index is not None
         self._step()
         cell = self._dealt(count, device) if index is None else None
@@ -323,10 +327,13 @@ class Recorder:
         denoiser.check_bare()
         if denoiser.shape != self.shape or not denoiser.process.agrees_with(known.process):
             raise ModelError("this network is of another shape or noise process than what was recorded")
+        ours, theirs = known.parametrization.name, denoiser.parametrization.name
+        if ours != theirs:
+            problem = f"a {ours} prediction was recorded, and this network makes a {theirs} one"
+            raise ModelError(f"{problem}: record what it returns itself, with Recorder(..., {theirs!r})")
         found = denoiser.binding(torch.tensor(self.classes[:1]) if self.classes else None)
         null = denoiser.null_label
-        ours = self._sums.provenance.get("null_label")
-        if null is not None and self.classes and ours != null:
+        if null is not None and self.classes and self._sums.provenance.get("null_label") != null:
             raise ModelError(f"this network's null label is {null}: say so to the recorder (null_label=)")
         return {
             "weights": denoiser.fingerprint(),
@@ -363,6 +370,8 @@ class Recorder:
 
     def merge(self, other: Recorder) -> Recorder:
         """A recorder of both, such as two ranks'; neither changes. Rows of both must not be the same ones."""
+        if not hasattr(other, "_settings"):
+            raise TrueupError(f"expected another Recorder, not {type(other).__name__}")
         self._check_same(other._settings())
         ours, theirs = (_at_weight_one(one) for one in (self, other))
         ours._sums = ours._sums + theirs._sums
@@ -422,6 +431,10 @@ def _binding(classes: Sequence[int], told: tuple[float, float]) -> Binding:
     """Of a network that is called as network(x_t, t, y), as far as anybody knows."""
     x, t, y = (Place(position, None) for position in range(3))
     return Binding(x, t, y if classes else None, *told)
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, Real)
 
 
 def _gathers(device: torch.device) -> bool:

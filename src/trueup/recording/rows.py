@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trueup.denoiser import Denoiser, prediction
 from trueup.errors import DataError, ModelError, TrueupError
+from trueup.files import line
 from trueup.hf.loading import config_of
 from trueup.hf.schedules import PREDICTIONS, schedule
 from trueup.parametrization import Parametrization
@@ -31,6 +32,8 @@ def described(process: Any, prediction: Parametrization | str | None, shape: Seq
     process: a `NoiseProcess` or a diffusers scheduler; prediction: by our name or by diffusers', and without
     one what the scheduler says.
     """
+    if isinstance(process, type):
+        raise ModelError(f"a process or a scheduler is expected, not its class: {process.__name__}(...)")
     read: Parametrization | None = None
     if not isinstance(process, NoiseProcess) and hasattr(process, "config"):
         process, read = schedule(config_of(process))
@@ -102,6 +105,9 @@ class Reader:
         self, x_t: Tensor, t: Tensor | float, output: Any, target: Tensor, y: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """A batch without gradients, with a time and, by class, a label for each row; or why it is none."""
+        for name, value in (("x_t", x_t), ("target", target)):
+            if not isinstance(value, Tensor):
+                raise DataError(f"{name} is a tensor, not {type(value).__name__}")
         x_t, output, target = (v.detach() for v in (x_t, prediction(output), target))
         shape, channels = self.model.shape, self.model.shape[0]
         if x_t.shape[1:] != shape:
@@ -114,7 +120,7 @@ class Reader:
         return x_t, self._times(t, len(x_t)), output, target, self._labels(y, len(x_t))
 
     def _times(self, t: Tensor | float, count: int) -> Tensor:
-        times = torch.as_tensor(t).detach()
+        times = numbers("t", t)
         if times.numel() not in (1, count) or times.ndim > 1:
             raise DataError(f"t is {tuple(times.shape)}, expected a time for each of the {count} rows")
         if times.device.type == "cpu" and not self._inside(self._of_process(times)).all():
@@ -137,7 +143,7 @@ class Reader:
             return None
         if y is None:
             raise DataError("these sums are kept by class: every row needs its label, y=")
-        labels = torch.as_tensor(y).detach()
+        labels = numbers("y", y)
         if labels.shape != (count,):
             raise DataError(f"y is {tuple(labels.shape)}, expected a label for each of the {count} rows")
         if labels.device.type == "cpu" and not torch.isin(labels, torch.tensor(self.classes)).all():
@@ -162,7 +168,7 @@ class Reader:
         if outside:
             process = self.model.process
             raise ModelError(
-                f"t goes beyond {process.t_min:g} to {process.t_max:g}, the "
+                f"t is not among {process.t_min:g} to {process.t_max:g}, the "
                 f"{'whole timesteps' if process.integer_times else 'times'} of this process: is it the one "
                 "that training draws from?"
             )
@@ -195,6 +201,14 @@ class Reader:
         one, zero = torch.ones_like(lam), torch.zeros_like(lam)
         of_output, of_input = (parametrization.to_eps(*at, alpha, sigma) for at in ((one, zero), (zero, one)))
         return torch.stack([level, torch.sigmoid(2 * lam), of_output, of_input, 1 / sigma, (-lam).exp()])
+
+
+def numbers(name: str, values: Any) -> Tensor:
+    """What goes with the rows of a batch, as a tensor."""
+    try:
+        return torch.as_tensor(values).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise DataError(f"{name} is numbers, one for each row, not {line(repr(values), 80)}") from None
 
 
 def home(device: torch.device) -> torch.device:
