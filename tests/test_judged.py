@@ -309,6 +309,24 @@ def test_samples_reject_a_correction_that_is_wrong(broken):
     assert found.identity != replace(cal, correction=wrong).identity
 
 
+def test_more_are_drawn_while_it_is_open_whether_samples_get_closer(broken):
+    """Errors that turn forty times in a unit of u: a fit finds something, of which samples get no closer."""
+    white = torch.fft.rfft2(torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1)))
+    rows, columns = torch.fft.fftfreq(8)[:, None] * 8, torch.fft.rfftfreq(8) * 8
+    means = torch.fft.irfft2(white / (1 + rows.square() + columns.square()), s=(8, 8))
+    data = GaussianMixture((0.5 * means / means.std()).double(), 0.15)
+    net = data.denoiser(VP, distortion=lambda eps, u, lam: 0.25 * torch.sin(40 * u + 3))
+    cal = calibrate(net, data.sample(150, 5))
+    assert not cal.empty
+    found = [judge(net, cal, trajectories=64, seed=seed, progress=False) for seed in range(4)]
+    many = judge(net, cal, trajectories=1000, seed=9, progress=False)
+    assert {one.gains for one in found} == {many.gains}
+    assert max(one.samples.trajectories for one in found) == 64 * gains.MOST
+    # What is clear from the first is not asked again.
+    net, cal, _ = broken
+    assert judge(net, cal, trajectories=16, progress=False).samples.trajectories == 16
+
+
 def test_nothing_is_judged_where_samples_have_nothing_to_say(broken, monkeypatch):
     net, cal, _ = broken
     empty = replace(cal, correction=cal.correction.with_gains("none"))

@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from trueup import distributed
-from trueup.calibration import Attachment, Calibration, Drawn
+from trueup.calibration import Attachment, Calibration
 from trueup.denoiser import Denoiser
 from trueup.fitting.look import OWN_STREAM, look_at
 from trueup.fitting.moments import Miss, Moments, seen
@@ -21,6 +24,7 @@ from trueup.sampling.draw import network_for
 from trueup.statistics import Number
 
 TRAJECTORIES = 64
+MOST = 4  # times as many, while these leave it open whether a form is closer than nothing
 INTERVALS = 24
 MATERIAL = 0.005  # nats a coefficient by which another form must be closer than the one derived
 _LARGEST = 1e12  # that a file holds; samples this far off are nowhere
@@ -39,7 +43,8 @@ def judge(
 
     "sqrt" is what theory says (equation 54); "response" takes its place if its samples' moments are surely
     and materially closer to the data's. Where that form's are no closer than those of the network as it is,
-    the gains are "none".
+    the gains are "none"; while it is open which of the two are, by more than is immaterial, as many again are
+    drawn of both, up to `MOST` times the trajectories.
     Where the network as it is has no many-step limit, samples say nothing and nothing changes. labels: as
     in the data (`labels_of`); samples of others are not to be compared with it, and nothing changes.
     """
@@ -49,44 +54,76 @@ def judge(
     made = [calibration.correction, *(of.correction for of in calibration.classes)]
     forms = ["none", "sqrt", *(["response"] if any(one is not None and one.a.any() for one in made) else [])]
     network = network_for(denoiser, labels)
-    deal(network, trajectories, mix(seed ^ OWN_STREAM))
+    deal(network, MOST * trajectories, mix(seed ^ OWN_STREAM))
+    every, told = network.index, network.y
+    assert every is not None
+    limits: dict[str, list[Tensor]] = {form: [] for form in forms}
     misses: dict[str, Miss] = {}
-    drawn: dict[str, Drawn] = {}
-    evaluations = (INTERVALS + 1) * trajectories * len(forms)
-    with Progress(evaluations, "drawing samples to judge by", show=progress) as bar:
+    count, wanted, evaluations = 0, trajectories, INTERVALS + 1
+    with Progress(evaluations * wanted * len(forms), "drawing samples to judge by", show=progress) as bar:
         network.advance = bar.update
-        for form in forms:
-            with Attachment(denoiser, calibration, gains=form):
-                try:
-                    limit = Teacher.of(network, network.seed, intervals=INTERVALS, keep=False)
-                except NoLimit:
-                    continue
-            misses[form] = data.miss(seen(limit.samples, denoiser))
-            how = {"gains": form, "fitted": False, "nfe": len(limit.lam), "seed": seed}
-            drawn[form] = look_at(limit.samples, denoiser, data, **how)
-    if "none" not in misses:
-        return calibration
+        while count < wanted:
+            part = slice(count, count + trajectories)
+            network.index, network.y = every[part], None if told is None else told[part]
+            for form in list(limits):
+                with Attachment(denoiser, calibration, gains=form):
+                    try:
+                        limit = Teacher.of(network, network.seed, intervals=INTERVALS, keep=False)
+                    except NoLimit:
+                        del limits[form]
+                        continue
+                limits[form].append(limit.samples)
+                evaluations = len(limit.lam)
+            if "none" not in limits:
+                return calibration
+            count += trajectories
+            if count < wanted:
+                continue
+            samples = {form: torch.cat(parts) for form, parts in limits.items()}
+            misses = {form: data.miss(seen(x, denoiser)) for form, x in samples.items()}
+            still = distributed.by_first(lambda: _still_open(misses))  # noqa: B023
+            if still is not None and wanted < MOST * trajectories:
+                limits, wanted = {form: limits[form] for form in ("none", still)}, 2 * wanted
+                bar.left(evaluations * (wanted - count) * len(limits))
+    how = {"fitted": False, "nfe": evaluations, "seed": seed}
     found: dict[str, Any] = {form: _plain(miss.number) for form, miss in misses.items()}
     chosen = choose(misses)
     if chosen != "none":
         found["change"] = _plain(misses[chosen].less(misses["none"]))
-    told = {"miss": found, "trajectories": trajectories, "evaluations": INTERVALS + 1}
-    kept = tuple(drawn[form] for form in dict.fromkeys(("none", chosen)))
-    provenance = {**calibration.provenance, "samples": told}
+    said = {"miss": found, "trajectories": count, "evaluations": INTERVALS + 1}
+    forms = list(dict.fromkeys(("none", chosen)))
+    kept = tuple(look_at(samples[form], denoiser, data, gains=form, **how) for form in forms)
+    provenance = {**calibration.provenance, "samples": said}
     judged = replace(calibration, gains=chosen, provenance=provenance, drawn=kept)
     return distributed.by_first(lambda: judged)
 
 
-def choose(misses: dict[str, Miss]) -> str:
-    """What is derived or is surely and materially closer; "none" unless that is closer than nothing is."""
-    if set(misses) == {"none"}:
-        return "none"
-    chosen = "sqrt" if "sqrt" in misses else "response"
-    if chosen == "sqrt" and "response" in misses:
+def preferred(misses: dict[str, Miss]) -> str | None:
+    """The form that is derived, or the one that is surely and materially closer; None if there is none."""
+    if "sqrt" not in misses:
+        return "response" if "response" in misses else None
+    if "response" in misses:
         change = misses["response"].less(misses["sqrt"])
         if change.high < 0 and change.value < -MATERIAL:
-            chosen = "response"
-    return chosen if misses[chosen].number.value < misses["none"].number.value else "none"
+            return "response"
+    return "sqrt"
+
+
+def choose(misses: dict[str, Miss]) -> str:
+    """The preferred form; "none" unless that is closer than nothing is."""
+    form = preferred(misses)
+    closer = form is not None and misses[form].number.value < misses["none"].number.value
+    return form if closer and form is not None else "none"
+
+
+def _still_open(misses: dict[str, Miss]) -> str | None:
+    """The preferred form, if samples may be either closer or further off with it, and it matters."""
+    form = preferred(misses)
+    if form is None:
+        return None
+    change = misses[form].less(misses["none"])
+    reach = max(-change.low, change.high)
+    return form if change.low < 0 < change.high and reach > MATERIAL else None
 
 
 def _plain(number: Number) -> list[float]:
