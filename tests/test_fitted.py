@@ -96,6 +96,9 @@ def test_the_summary_says_what_a_solver_is_for():
     assert repr(made) == f"<{made.summary()}>"
     assert replace(made, evidence={}).summary() == expected
     assert replace(made, evidence={"error": 0.5}).summary() == f"{expected}; whitened error to the limit 0.5"
+    known = {"error": 0.5, "error_se": 0.04}
+    told = f"{expected}; whitened error to the limit 0.5 ± 0.08"
+    assert replace(made, evidence=known).summary() == told
     plain = replace(made, tables=0 * made.tables, offset=0 * made.offset, guidance=1.0, evidence={})
     assert plain.summary() == "solver for 8 evaluations: x0-3, even in log-SNR, as it is"
     few, enough = (

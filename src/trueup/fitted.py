@@ -153,7 +153,9 @@ class FittedSolver:
         if math.isnan(after):
             return ""
         first = "" if math.isnan(before) else f"{max(before, 0.0):.2g} -> "
-        return f"; {what} {first}{max(after, 0.0):.2g}{unit}"
+        error = self.evidence.get(f"{name}_se", math.nan)
+        reach = "" if math.isnan(error) else f" ± {2 * error:.2g}"
+        return f"; {what} {first}{max(after, 0.0):.2g}{reach}{unit}"
 
     def remembered(self, i: int, output: Tensor, x: Tensor, parametrization: Parametrization) -> Tensor:
         """What the network said at level i, as eps or x0; in x's precision if output's is lower."""
