@@ -219,6 +219,8 @@ def unpack_calibration(meta: dict[str, Any], tensors: dict[str, Tensor]) -> dict
         if about.get("kind") not in (embeddings.KIND, pictures.KIND):
             raise ArtifactError("its conditions are of no known kind")
         conditions = kinds[about["kind"]](about, groups["condition"], correction, channels)
+        if isinstance(conditions, OfPictures) and any(of.correction is not None for of in classes):
+            raise ArtifactError("it depends on pictures and on classes")
     gains = word(meta, "gains")
     if gains not in GAINS:
         raise ArtifactError(f"its gains are {gains!r}, expected one of {', '.join(GAINS)}")

@@ -168,7 +168,7 @@ class Calibration:
             provenance={**self.provenance, "measured_shape": list(self.shape)},
             solvers=tuple(solver.resized(spatial) for solver in self.solvers),
             classes=tuple(replace(of, correction=c) for of, c in zip(self.classes, own, strict=True)),
-            conditions=None if conditions is None else conditions.resized(spatial, made, mean),
+            conditions=conditions.resized(spatial, made) if isinstance(conditions, OfConditions) else None,
             drawn=(),
         )
 

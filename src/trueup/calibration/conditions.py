@@ -93,7 +93,7 @@ class OfConditions:
         """All it consists of."""
         return [*vars(self.projection).values(), self.maps, self.support]
 
-    def resized(self, spatial: Sequence[int], bands: Bands, data_mean: Tensor) -> OfConditions:
+    def resized(self, spatial: Sequence[int], bands: Bands) -> OfConditions:
         """On another grid than that of bands, see `Correction.resized`: maps are pictures."""
         if tuple(spatial) == bands.spatial:
             return self

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trueup.bands import along_last_axes
 from trueup.calibration.calibration import Calibration
-from trueup.calibration.pictures import OfPictures
+from trueup.calibration.pictures import FAR, OfPictures, onto
 from trueup.calibration.tables import Tables, between_nodes, make_tables, nodes_of
 from trueup.denoiser import Binding, prediction
 from trueup.denoiser.adapters import Watch
@@ -169,7 +169,7 @@ class CorrectOutput:
             return corrected
         knots = self._knots(times, y, output, tables)
         mean, variance = output[:, :channels], output[:, channels:]
-        seen = self._picture(y, output, tables) if tables.told is not None else None
+        seen = self._picture(y, output, tables) if tables.by_told is not None else None
         made = self._by_level(mean, x_t, knots, tables, seen) if self.by_level else mean
         if tables.seen is not None:
             made = (made.to(dtype) - self._of_embedding(knots, y, mean, tables)).to(mean.dtype)
@@ -225,21 +225,30 @@ class CorrectOutput:
         box = [matrix.shape[1] for matrix in back]
         return along_last_axes(made.view(-1, self.shape[0], *box), back)
 
-    def _picture(self, y: Any, output: Tensor, tables: Tables) -> Tensor:
-        """The DCT of the pictures that a network was told, (B or 1, M, *box)."""
-        size = tuple(matrix.shape[1] for matrix in tables.told or ())
-        count = self.conditions.size[0] if isinstance(self.conditions, OfPictures) else 0
-        if not isinstance(y, Tensor) or y.shape[1:] != (count, *size) or len(y) not in (1, len(output)):
+    def _picture(self, y: Any, output: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+        """The DCT of the pictures that a network was told, on the grid of its output, (B or 1, M, *box).
+
+        And whether each is one, (B or 1,): guidance tells a blank where it tells nothing.
+        """
+        count = self.conditions.channels if isinstance(self.conditions, OfPictures) else 0
+        fits = isinstance(y, Tensor) and y.ndim == 1 + len(self.shape) and y.shape[1] == count
+        if not fits or len(y) not in (1, len(output)):
             got = "without one" if y is None else f"with {type(y).__name__} {tuple(getattr(y, 'shape', ()))}"
-            wanted = f"one of {(count, *size)} a row"
-            raise AttachError(
-                f"this calibration is by a condition's picture, {wanted}, and the network was called {got}"
-            )
-        assert tables.told is not None
-        return along_last_axes(y.to(tables.told[0], non_blocking=True), tables.told)
+            problem = f"this calibration is by a condition's picture, {count} channels of one for each row"
+            raise AttachError(f"{problem}, and the network was called {got}")
+        like, box = tables.forward[0], [len(matrix) for matrix in tables.forward]
+        matrices = onto(y.shape[2:], output.shape[2:], box)
+        y = y.to(like, non_blocking=True)
+        shown = (y.flatten(2) != y.flatten(2)[..., :1]).any(2).any(1)
+        return along_last_axes(y, [matrix.to(like) for matrix in matrices]), shown
 
     def _by_level(
-        self, output: Tensor, x_t: Tensor, knots: Tensor, tables: Tables, seen: Tensor | None = None
+        self,
+        output: Tensor,
+        x_t: Tensor,
+        knots: Tensor,
+        tables: Tables,
+        seen: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """What every row has at its level, or its class has; seen: of the pictures the network was told."""
         dtype = _wide(output.dtype)
@@ -249,7 +258,7 @@ class CorrectOutput:
                 box = [matrix.shape[1] for matrix in tables.pictured]
                 constant = along_last_axes(constant.view(-1, self.shape[0], *box), tables.pictured)
             return (output.to(dtype) - constant.view(-1, *output.shape[1:])).to(output.dtype)
-        wide, (left, near, far, on_b, on_x, on_u, *on_told) = (
+        wide, (left, near, far, on_b, on_x, on_u) = (
             output.to(dtype),
             knots[..., None].unbind(1),
         )  # (B, 1) each
@@ -267,17 +276,28 @@ class CorrectOutput:
             delta = delta.index_add(2, tables.places, every)
         delta = delta + (on_x[..., None] * a + on_u[..., None] * d) * input_z
         if seen is not None:
-            gains, beside = (  # (B, C * M * bands), (B, C * box)
-                on_told[0] * (near * of[row] + far * of[row + 1])
-                for of in (tables.by_told, tables.beside)
-                if of is not None
-            )
-            gains = gains.view(len(gains), self.shape[0], seen.shape[1], -1)[..., tables.bands]
-            delta = (
-                delta + beside.view_as(a) + (gains * seen.flatten(2)[:, None]).sum(2)
-            )  # over (B, C, M, box)
+            told = self._told(seen[0], output_z, input_z, knots, tables)
+            delta = delta + seen[1][:, None, None] * told
         back = along_last_axes(delta.view(-1, *z.shape[1:2], *z.shape[3:]), tables.backward)
         return (wide - back).to(output.dtype)
+
+    def _told(self, seen: Tensor, output_z: Tensor, input_z: Tensor, knots: Tensor, tables: Tables) -> Tensor:
+        """What pictures say beyond output and input, (B, C, box); nothing of those that say too much."""
+        left, near, far, on_b, on_x, on_u = knots[..., None].unbind(1)  # (B, 1) each
+        row = left[:, 0].long()
+        parts = (tables.by_told, tables.beside, tables.beside_slopes, tables.usual)
+        gains, beside, slopes, usual = (
+            near * part.reshape(len(part), -1)[row] + far * part.reshape(len(part), -1)[row + 1]
+            for part in parts
+            if part is not None
+        )
+        channels, count = self.shape[0], seen.shape[1]
+        gains = gains.view(len(gains), channels, count, -1)[..., tables.bands]
+        a, d = slopes.view(len(slopes), channels, 2, -1)[..., tables.bands].unbind(2)
+        made = (gains * seen.flatten(2)[:, None]).sum(2) + beside.view_as(a)  # over (B, C, M, box)
+        made = on_b[..., None] * made + a * output_z + (on_x[..., None] * a + on_u[..., None] * d) * input_z
+        size = made.square().sum((1, 2)) / (on_b.square() * usual)[:, 0].clamp_min(1e-30)
+        return (2 - size.sqrt() / FAR).clamp(0.0, 1.0)[:, None, None] * made
 
     def _class(self, y: Any, output: Tensor, tables: Tables) -> Tensor:
         """Which correction each row gets, (B,): 0 is that of all classes, for labels that have none."""

@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trueup.bands import Bands, dct_matrix, resampled
-from trueup.calibration.correction import Correction
+from trueup.bands import Bands, dct_matrix
+from trueup.calibration.correction import LEVEL_SPACING, Correction, interpolation_weights, refinement
 from trueup.errors import ArtifactError
 from trueup.statistics import Number
-from trueup.stored import LARGEST, Bounds, check_tensors, kept_coefficients, numbers, packed, total, whole
+from trueup.stored import Bounds, check_tensors, kept_coefficients, packed, total, whole
 
 KIND = "picture"
 MOST_CHANNELS = 16  # of a condition
+FAR = 3.0  # times its usual size: what is larger is of no condition like those measured, and fades to nothing
+_SPACING = 0.05  # in lam: between them a product of three interpolated parts is as good as linear
 
 
 def size_of_picture(y: Any, shape: Sequence[int]) -> tuple[int, ...] | None:
@@ -38,24 +40,18 @@ def size_of_picture(y: Any, shape: Sequence[int]) -> tuple[int, ...] | None:
     return None if len(shape) == 2 and size[1:] != tuple(shape[1:]) else size
 
 
-def onto(spatial: Sequence[int], box: Sequence[Tensor]) -> list[Tensor]:
-    """The DCT of a picture as that of the same picture on another grid, (len(box_i), spatial_i) each.
+def onto(spatial: Sequence[int], grid: Sequence[int], box: Sequence[int]) -> list[Tensor]:
+    """The DCT of a picture as that of the same picture on another grid, its first coefficients alone.
 
-    box: the frequencies that are wanted, in half-cycles over the picture, of a grid whose size is `onto`'s
-    caller's to scale for.
+    A coefficient keeps its half-cycles over the picture, and values stay what they are.
     """
     made = []
-    for size, wanted in zip(spatial, box, strict=True):
-        matrix = torch.zeros(len(wanted), size, dtype=torch.float64)
-        there = wanted < size
-        matrix[there] = dct_matrix(size)[wanted[there]]
+    for size, wide, count in zip(spatial, grid, box, strict=True):
+        matrix = torch.zeros(count, size, dtype=torch.float64)
+        there = min(count, size)
+        matrix[:there] = dct_matrix(size)[:there] * math.sqrt(wide / size)
         made.append(matrix)
     return made
-
-
-def grid_scale(spatial: Sequence[int], grid: Sequence[int]) -> float:
-    """What coefficients of a picture are multiplied with on another grid: values stay what they are."""
-    return math.sqrt(math.prod(grid) / math.prod(spatial))
 
 
 def scale(lam: Tensor) -> Tensor:
@@ -63,21 +59,38 @@ def scale(lam: Tensor) -> Tensor:
     return (1 + (2 * lam).exp()).rsqrt()
 
 
+def fine(levels: Tensor) -> Tensor:
+    """Falling lam at which a correction by pictures is tabulated."""
+    bends = refinement(levels)[0]
+    steps = torch.arange(float(bends[-1]), float(bends[0]), _SPACING, dtype=torch.float64)
+    return torch.unique(torch.cat([bends, steps])).flip(0)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class OfPictures:
-    """eps_corrected = (what `Calibration.correction` makes) - rest(eps_hat, u) - idct(sum gains_m dct(y_m)).
+    """What is taken off beside `Calibration.correction`, in the DCT: sum_m gains_m (y_m - what is known).
 
-    rest takes out what output and input say of the condition, and its mean, so that what is subtracted is
-    uncorrelated with both and of mean zero. gain: of the likelihood bound, in nats a sample, over the
-    correction alone, held out.
+    Known of it is on_departure (eps_hat - k u) + on_u u and its mean, with k as in the moments: what is
+    taken off is uncorrelated with output and input, and of mean zero. It is for the size that was measured:
+    at others nobody knows what output and input say of a condition. gain: of the likelihood bound, in nats a
+    sample, over the correction alone, held out.
     """
 
-    size: tuple[int, ...]  # (M, *spatial) of a condition
+    lam: Tensor  # (L,) falling, the correction's
     gains: Tensor  # (L, C, M, bands)
-    rest: Correction  # at the levels, and with the bands, of the correction
+    on: Tensor  # (2, L, C, M, bands): on_departure and on_u
+    known: Tensor  # (2, L, C, K), means of departure and u, of the very samples that `mean` is of
     mean: Tensor  # (M, K), of conditions, as they are on the samples' grid
+    size: Tensor  # (L,) mean square of what is taken off a sample
+    support: Tensor  # (L - 1, bands), how far neighbouring levels agree
+    bands: Bands
     conditions: int  # samples that it was fitted on
     gain: Number
+
+    @property
+    def channels(self) -> int:
+        """Of a condition."""
+        return self.gains.shape[2]
 
     @property
     def empty(self) -> bool:
@@ -87,40 +100,43 @@ class OfPictures:
     @property
     def tensors(self) -> list[Tensor]:
         """All it consists of."""
-        rest = self.rest
-        return [self.gains, rest.b, rest.a, rest.d, rest.filled()[0], self.mean]
+        return [self.gains, self.on, self.known, self.mean, self.size, self.support]
 
-    def resized(self, spatial: Sequence[int], bands: Bands, data_mean: Tensor) -> OfPictures:
-        """On another grid than that of bands, with conditions as much larger; see `Correction.resized`."""
-        grid, old = bands.resized(spatial)
-        ratios = [new / was for new, was in zip(spatial, bands.spatial, strict=True)]
-        size = [max(1, round(r * n)) for r, n in zip(ratios, self.size[1:], strict=True)]
-        made, mean = self.rest.resized(spatial, data_mean), resampled(self.mean, bands, grid)
-        gains = self.gains[..., old]
-        of_mean = torch.einsum("lcmk,mk->lck", bands.spread(self.gains), self.mean)
-        b = made.b + resampled(of_mean, bands, grid)
-        made.b = b - torch.einsum("lcmk,mk->lck", grid.spread(gains), mean)
-        return replace(self, size=(self.size[0], *size), gains=gains, rest=made, mean=mean)
+    def at(self, lam: Tensor) -> tuple[Tensor, Correction, Tensor]:
+        """At falling lam (R,): gains (R, C, M, bands), what goes with them in output and u, the size (R,).
 
-    def refined(self) -> tuple[Correction, Tensor]:
-        """The rest, and the gains (R, C, M, bands), where their course over lam bends.
-
-        Gains and map times `scale`: those on a picture grow with its weight in x_t, and what is left of it
-        beside output and input is the difference of two large parts.
+        Gains grow with the weight of the picture in x_t, and what output and u say of it falls as they grow:
+        both are interpolated times what makes them even, before they are multiplied.
         """
-        at = scale(self.rest.lam)[:, None, None]
-        rest = replace(self.rest, b=at * self.rest.b).refined()
-        gains = [replace(self.rest, a=at * one).refined().a for one in self.gains.unbind(2)]
-        return rest, torch.stack(gains, 2)
+        level, there = (scale(part)[:, None, None] for part in (self.lam, lam))
+        nothing = self.gains[:, :, 0] * 0
+        none = torch.zeros_like(self.known[0])
+        of = Correction(self.lam, none, nothing, nothing, self.bands, self.support)
+        gains = torch.stack([replace(of, a=level * one).at(lam).a / there for one in self.gains.unbind(2)], 2)
+        # The difference of two large parts is known near a level alone, and hardly beyond the last.
+        distance = (lam[:, None] - self.lam).abs().amin(1)
+        beyond = (lam > self.lam[0]) | (lam < self.lam[-1])
+        distance = torch.where(beyond, 2 * distance + LEVEL_SPACING / 2, distance)
+        gains = gains * (2 - 2 * distance / LEVEL_SPACING).clamp(0.0, 1.0)[:, None, None, None]
+        weights = interpolation_weights(self.lam, lam)  # (R, L)
+        on = torch.einsum("rl,vlcmb->vrcmb", weights, self.on / level[..., None]) * there[..., None]
+        departure, u = torch.einsum(
+            "rl,vlck->vrck", weights, self.known * torch.stack([level * 0 + 1, level])
+        )
+        a, on_u = (-torch.einsum("rcmb,rcmb->rcb", gains, one) for one in on)
+        d = on_u - a / (1 + (2 * lam).exp())[:, None, None]  # departure = eps_hat - k u
+        spread = self.bands.spread
+        b = -torch.einsum("rcmk,mk->rck", spread(gains), self.mean)
+        b = b - spread(a) * departure - spread(on_u) * u / there
+        return gains, Correction(lam, b, a, d, self.bands), weights @ self.size
 
 
 def pack_pictures(of: OfPictures, bands: Bands) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """As metadata and tensors."""
-    kept, mean = packed(of.mean, bands)
-    of_map, b = packed(of.rest.b, bands)
-    tensors = {"gains": of.gains, "b": b, "a": of.rest.a, "d": of.rest.d, "mean": mean}
-    tensors["support"] = of.rest.filled()[0]
-    meta: dict[str, Any] = {"kind": KIND, "size": list(of.size), "kept_bands": of_map, "mean_bands": kept}
+    (kept, known), (of_mean, mean) = (packed(part, bands) for part in (of.known, of.mean))
+    tensors = {"gains": of.gains, "on": of.on, "known": known, "mean": mean}
+    tensors |= {"size": of.size, "support": of.support}
+    meta: dict[str, Any] = {"kind": KIND, "channels": of.channels, "kept_bands": kept, "mean_bands": of_mean}
     meta |= {"conditions": of.conditions, "gain": of.gain.plain()}
     return meta, {f"condition.{name}": tensor.float() for name, tensor in tensors.items()}
 
@@ -130,24 +146,23 @@ def unpack_pictures(
 ) -> OfPictures:
     """From metadata and tensors; what makes no sense raises ArtifactError."""
     bands, levels = pooled.bands, len(pooled.lam)
-    axes = len(bands.spatial) + 1
-    size = tuple(map(int, numbers(meta.get("size"), "size", 1, 2**20, least=axes, most=axes)))
-    if list(size) != meta["size"] or size[0] > MOST_CHANNELS or math.prod(size) * 8 > LARGEST:
-        raise ArtifactError("the size of its conditions makes no sense")
-    of_map, of_mean = (kept_coefficients(meta, bands, name) for name in ("kept_bands", "mean_bands"))
-    gains = Bounds((levels, channels, bands.count), -1e6, 1e6, torch.float32)
+    count = whole(meta, "channels", 1, MOST_CHANNELS)
+    kept, of_mean = (kept_coefficients(meta, bands, name) for name in ("kept_bands", "mean_bands"))
+    gains = Bounds((levels, channels, count, bands.count), -1e6, 1e6, torch.float32)
     bounds = {
-        "gains": gains._replace(shape=(levels, channels, size[0], bands.count)),
-        "b": gains._replace(shape=(levels, channels, len(of_map)), low=-1e9, high=1e9),
-        **dict.fromkeys(("a", "d"), gains),
-        "mean": gains._replace(shape=(size[0], len(of_mean)), low=-1e12, high=1e12),
+        "gains": gains,
+        "on": gains._replace(shape=(2, *gains.shape), low=-1e9, high=1e9),
+        "known": gains._replace(shape=(2, levels, channels, len(kept)), low=-1e9, high=1e9),
+        "mean": gains._replace(shape=(count, len(of_mean)), low=-1e12, high=1e12),
+        "size": Bounds((levels,), 0.0, 1e12, torch.float32),
         "support": Bounds((levels - 1, bands.count), 0.0, 1.0, torch.float32),
     }
     own = {name.split(".", 1)[1]: tensor for name, tensor in tensors.items()}
     check_tensors(own, bounds)
     own = {name: tensor.double() for name, tensor in own.items()}
-    b, mean = torch.zeros_like(pooled.b), pooled.b.new_zeros(size[0], bands.length)
-    b[..., of_map], mean[..., of_mean] = own["b"], own["mean"]
-    rest = Correction(pooled.lam, b, own["a"], own["d"], bands, own["support"])
-    count = whole(meta, "conditions", 1, 2**40)
-    return OfPictures(size, own["gains"], rest, mean, count, total(meta, "gain"))
+    if not own["gains"].any():
+        raise ArtifactError("what depends on its conditions is nothing")
+    known, mean = pooled.b.new_zeros(2, *pooled.b.shape), pooled.b.new_zeros(count, bands.length)
+    known[..., kept], mean[..., of_mean] = own["known"], own["mean"]
+    parts = (own["gains"], own["on"], known, mean, own["size"], own["support"])
+    return OfPictures(pooled.lam, *parts, bands, whole(meta, "conditions", 1, 2**40), total(meta, "gain"))

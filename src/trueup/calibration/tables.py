@@ -15,7 +15,7 @@ from trueup.bands import Bands, dct_matrix
 from trueup.calibration.calibration import Calibration
 from trueup.calibration.conditions import OfConditions, Projection
 from trueup.calibration.correction import interpolation_weights, level_position, refinement
-from trueup.calibration.pictures import OfPictures, grid_scale, onto, scale
+from trueup.calibration.pictures import OfPictures, fine
 
 _NODES = 8192  # times at which the interpolation is tabulated; a row uses the nearest
 
@@ -40,9 +40,10 @@ class Tables(NamedTuple):
     seen: Projection | None = None  # of an embedding
     maps: Tensor | None = None  # (R, Q, C * low box), what depends on it
     low: list[Tensor] | None = None  # their matrices back
-    told: list[Tensor] | None = None  # the DCT's matrices of a condition's picture, onto the box
-    by_told: Tensor | None = None  # (R, C * M * bands), gains on it, scaled as `trueup.calibration.pictures`
-    beside: Tensor | None = None  # (R, C * box), the map that goes with them, scaled alike
+    by_told: Tensor | None = None  # (R, C * M * bands), gains on a condition's picture
+    beside: Tensor | None = None  # (R, C * box), the map that goes with them
+    beside_slopes: Tensor | None = None  # (R, C * 2 * bands), and the gains on output and u
+    usual: Tensor | None = None  # (R,), mean square of all that
 
     def between(self, times: Tensor | float) -> Tensor:
         """The boundaries to compare times with."""
@@ -91,7 +92,13 @@ def make_tables(
     process, parametrization = calibration.process, calibration.parametrization
     sized = calibration.resized(spatial)
     every = (sized.correction, *(sized.for_class(y) for y in labels))
-    correction, *own = (one.with_gains(form).refined() for one in every)
+    of_pictures = sized.conditions if isinstance(sized.conditions, OfPictures) and form != "none" else None
+    if of_pictures is None:
+        correction, *own = (one.with_gains(form).refined() for one in every)
+    else:
+        own, lam = [], fine(of_pictures.lam)
+        correction = sized.correction.with_gains(form).at(lam)
+        told_gains, rest, usual = of_pictures.at(lam)
     alpha, sigma = process.alpha(nodes), process.sigma(nodes)
     k_output = parametrization.deps_doutput(alpha, sigma)  # eps_hat = k_output output + k_input x_t
     p, q = parametrization.coefficients(alpha, sigma)
@@ -102,13 +109,6 @@ def make_tables(
     # On the constant; on x_t through the output's conversion; on x_t itself.
     factors = (1 / k_output, k_input / k_output, 1 / (k_output * sigma))
     knots = torch.stack([left, 1 - far, far, *factors], 1)
-    of_pictures = sized.conditions if isinstance(sized.conditions, OfPictures) and form != "none" else None
-    picture_gains, beside = None, torch.zeros(0)
-    if of_pictures is not None:  # its part in output and input is as any other correction's
-        rest, picture_gains = of_pictures.refined()
-        beside, rest.b = rest.b, torch.zeros_like(rest.b)
-        correction = correction.plus(rest)
-        knots = torch.cat([knots, (1 / (k_output * scale(process.lam(nodes))))[:, None]], 1)
     none, matrices = torch.zeros(0), []
     slopes, band_of = none, none
     constant, kept = none, correction.bands
@@ -124,13 +124,10 @@ def make_tables(
         bands = correction.bands
         b, a, d = (torch.cat([getattr(made, n) for made in (correction, *own)]) for n in ("b", "a", "d"))
         gains = ((a != 0) | (d != 0)).any(0).any(0)
-        if picture_gains is not None:
-            gains = gains | (picture_gains != 0).flatten(0, 2).any(0)
+        if of_pictures is not None:
+            gains = gains | (told_gains != 0).flatten(0, 2).any(0)
         gained = bands.spread_all(gains)
-        mapped = (b != 0).any(0).any(0)
-        if picture_gains is not None:
-            mapped = mapped | (beside != 0).any(0).any(0)
-        box = _box(bands.fill(mapped) | gained, spatial)
+        box = _box(bands.fill((b != 0).any(0).any(0)) | gained, spatial)
         if bands.whole:
             constant = _crop(b, spatial, box).flatten(1)
         else:
@@ -139,20 +136,20 @@ def make_tables(
             inside = bands.keep(inside)  # (K,) where in the box
             constant = b[..., inside >= 0].flatten(1)
             places = put(inside[inside >= 0], torch.int64)
-        if picture_gains is not None:
-            beside = _crop(bands.fill(beside).flatten(-len(spatial)), spatial, box).flatten(1)
         slopes, band_of = (
             torch.stack([a, d], 2).flatten(1),
             _crop(bands.index.flatten(), spatial, box),
         )
         matrices = [put(dct_matrix(n)[:k]) for n, k in zip(spatial, box, strict=True)]
     by_condition: dict[str, Any] = {}
-    if of_pictures is not None and picture_gains is not None:
-        size, box_of = of_pictures.size[1:], [torch.arange(len(matrix)) for matrix in matrices]
-        first, *others = onto(size, box_of)
-        first = grid_scale(size, spatial) * first
-        by_condition = {"told": [put(m) for m in (first, *others)], "by_told": put(picture_gains.flatten(1))}
-        by_condition["beside"] = put(beside)
+    if of_pictures is not None:
+        every_beside = bands.fill(rest.b).flatten(-len(spatial))
+        by_condition = {
+            "by_told": put(told_gains.flatten(1)),
+            "beside": put(_crop(every_beside, spatial, box).flatten(1)),
+            "beside_slopes": put(torch.stack([rest.a, rest.d], 2).flatten(1)),
+            "usual": put(usual),
+        }
     elif isinstance(sized.conditions, OfConditions) and form != "none":
         maps = sized.conditions.refined(sized.correction.lam, kept)
         low_box = _box((maps != 0).flatten(0, -2).any(0).reshape(kept.box), kept.box)

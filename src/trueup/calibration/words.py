@@ -143,7 +143,7 @@ def _of_classes(calibration: Any) -> list[str]:
     if calibration.conditions is not None:
         gain = f"{_pm(calibration.conditions.gain)} nats of the likelihood bound"
         if isinstance(calibration.conditions, OfPictures):
-            channels = _count(calibration.conditions.size[0], "channel")
+            channels = _count(calibration.conditions.channels, "channel")
             told = f"in the bands of the condition's picture ({channels})"
             return [f"beyond it, a correction {told}: {gain}, held out"]
         seen, count = calibration.conditions.projection, calibration.conditions.conditions

@@ -19,9 +19,12 @@ from trueup.estimate.beyond import Regression
 from trueup.estimate.moments import DEPARTURE, Moments, U
 from trueup.estimate.pictures import Pictures
 from trueup.estimate.regress import Centred, divide
+from trueup.estimate.stored import PAIRS
 from trueup.statistics import enough_folds
 
 ABSENT = 1e-3  # of a condition's power, as of an innovation's: sums of float32 products resolve no less
+
+ROUNDING = 1e-5  # of a sum of float32 products
 
 
 def fit_pictures(moments: Moments, pooled_fit: Calibration) -> OfPictures | None:
@@ -38,49 +41,63 @@ def fit_pictures(moments: Moments, pooled_fit: Calibration) -> OfPictures | None
         raise DataError("a condition holds values that are not finite")
     found = _Beyond.of(bare, sums)
     band = torch.arange(bare.bands.count)
-    target = found.target(bare, correction)
-    problem = Regression(bare.corrected(correction), band, found.gram, target)
+    problem = Regression(bare.corrected(correction), band, found.gram, found.target(bare, correction))
     best = problem.solved(sums.size[0])
     if not best.slopes.any():
         return None
-    gains = best.slopes.transpose(1, 2)  # (L, C, M, bands)
-    rest = found.rest(bare, gains)
-    size = scale(bare.lam)[:, None, None, None]
-    rest.support = _agreement(size * best.slopes, found.gram.sum(0) / size[..., None].square())
-    count, gain = int(moments.images), problem.total(best.by_fold)
-    return OfPictures(sums.size, gains, rest, found.data_mean, count, gain)
+    level = scale(bare.lam)[:, None, None, None]
+    support = _agreement(level * best.slopes, found.gram.sum(0) / level[..., None].square())
+    square = torch.einsum("lmcb,lmpcb,lpcb->l", best.slopes, found.gram.sum(0), best.slopes)
+    gains = torch.einsum("mib,licb->lcmb", found.directions, best.slopes)
+    centred, used = found.centred, bare.bands.spread(gains.flatten(0, 2).any(0).to(gains))
+    return OfPictures(
+        lam=bare.lam,
+        gains=gains,
+        on=found.on.transpose(2, 3),
+        known=used * centred.mean[:, DEPARTURE:].transpose(0, 1),
+        mean=used * sums.first.sum((0, 1)) / bare.rows.sum(),
+        size=square / centred.n[:, 0, 0],
+        support=support,
+        bands=bare.bands,
+        conditions=int(moments.images),
+        gain=problem.total(best.by_fold),
+    )
 
 
 class _Beyond(NamedTuple):
-    """What a condition says that departure and u do not: g - on_departure departure - on_u u - mean."""
+    """What a condition says that departure and u do not: y - on_departure departure - on_u u - mean.
+
+    Channels may be nearly one another in it: slopes are found for the directions in which it varies.
+    """
 
     centred: Centred
-    products: Tensor  # (F, L, M, 3, C, bands) of g and residual, departure, u, about the means of all
+    products: Tensor  # (F, L, M, 3, C, bands) of y and residual, departure, u, about the means of all
     on: Tensor  # (2, L, M, C, bands), on departure and on u
-    present: Tensor  # (L, M, C, bands), 0 to 1: how much to believe of it, none where next to nothing is left
-    mean: Tensor  # (L, M, K) of g
-    data_mean: Tensor  # (M, K) the same of all levels
-    gram: Tensor  # (F, L, M, M, C, bands) of what is left
+    directions: Tensor  # (M, I, bands), of channels
+    present: Tensor  # (L, I, C, bands), 0 to 1: none where next to nothing is left
+    gram: Tensor  # (F, L, I, I, C, bands) of what is left
 
     @classmethod
     def of(cls, moments: Moments, sums: Pictures) -> _Beyond:
         centred, bands = Centred(moments), moments.bands
         rows, n = moments.rows[0][..., None, None], centred.n  # (F, L, 1, 1), (L, 1, 1)
         mean = sums.first.sum(0) / n  # (L, M, K)
-        shared = torch.einsum("flick,lmk->flmick", centred.first, mean)
-        shared = shared + torch.einsum("lick,flmk->flmick", centred.mean, sums.first)
-        both = torch.einsum("lick,lmk->lmick", centred.mean, mean)
-        products = sums.sums - bands.sum(shared) + rows[..., None, None] * bands.sum(both)
-        shared = torch.einsum("flmk,lpk->flmpk", sums.first, mean)
-        shared, both = shared + shared.transpose(2, 3), torch.einsum("lmk,lpk->lmpk", mean, mean)
-        own = sums.gram - bands.sum(shared) + rows[..., None] * bands.sum(both)  # (F, L, M, M, bands)
+        products, own = sums.sums.clone(), sums.gram.clone()
+        for m, (first, of_all) in enumerate(zip(sums.first.unbind(2), mean.unbind(1), strict=True)):
+            one, other = (part[:, :, None, None] for part in (first, of_all[None]))  # with vectors
+            products[:, :, m] -= bands.sum(centred.first * other) + bands.sum(centred.mean * one)
+            products[:, :, m] += rows[..., None] * bands.sum(centred.mean * other)
+            one, other = (part[:, :, None] for part in (first, of_all[None]))  # with one another
+            own[:, :, m] -= bands.sum(sums.first * other) + bands.sum(mean * one)
+            own[:, :, m] += rows * bands.sum(mean * other)
 
         departure, u = products.sum(0)[:, :, DEPARTURE], products.sum(0)[:, :, U]  # (L, M, C, bands)
         vectors = centred.by_fold[:, DEPARTURE:, DEPARTURE:]  # (F, 2, 2, L, C, bands)
         (power, cross), (_, of_u) = vectors.sum(0)
         slope = divide(cross, of_u)  # departure on u
         innovation = (power - slope * cross)[:, None]
-        least = 1e-3 * power[:, None]
+        whole = centred.second[:, :, PAIRS.index((DEPARTURE, DEPARTURE))].sum(0)  # with its mean
+        least = (ABSENT * power + ROUNDING * whole)[:, None]
         seen = divide(innovation - least, least).clamp(0.0, 1.0)  # as in `regress.slopes`
         on_innovation = seen * divide(departure - slope[:, None] * u, torch.maximum(innovation, least))
         on_u = divide(u, of_u[:, None].expand_as(u)) - on_innovation * slope[:, None]
@@ -89,30 +106,40 @@ class _Beyond(NamedTuple):
         left = own[..., None, :] - torch.einsum("vlpcb,flmvcb->flmpcb", on, products[:, :, :, DEPARTURE:])
         left = left - torch.einsum("vlmcb,flpvcb->flmpcb", on, products[:, :, :, DEPARTURE:])
         left = left + torch.einsum("vlmcb,wlpcb,fvwlcb->flmpcb", on, on, vectors)
-        alone = torch.diagonal(own.sum(0), dim1=1, dim2=2).movedim(-1, 1)[:, :, None]  # (L, M, 1, bands)
-        share = divide(torch.diagonal(left.sum(0), dim1=1, dim2=2).movedim(-1, 1), alone.expand_as(u))
+        directions = _directions(left.sum((0, 1)).mean(2), own.sum((0, 1)), sums.gram.sum((0, 1)))
+        left = torch.einsum("mib,pjb,flmpcb->flijcb", directions, directions, left)
+        alone = torch.einsum("mib,lmpb,pib->lib", directions, own.sum(0), directions)[:, :, None]
+        share = divide(torch.diagonal(left.sum(0), dim1=1, dim2=2).movedim(-1, 1), alone)
         present = ((share - ABSENT) / ABSENT).clamp(0.0, 1.0)
         there = (present > 0).to(left)
         gram = left * there[:, :, None] * there[:, None]
-        data_mean = sums.first.sum((0, 1)) / moments.rows.sum()
-        return cls(centred, products, on, present, mean, data_mean, gram)
+        # What is not resolved is as if it were there: else differences of rounding errors decide.
+        ridge = ABSENT * (rows / n)[..., None] * (alone * there)  # (F, L, I, C, bands)
+        gram = gram + torch.diag_embed(ridge.movedim(2, -1)).movedim((-2, -1), (2, 3))
+        return cls(centred, products, on, directions, present, gram)
 
     def target(self, moments: Moments, correction: Correction) -> Tensor:
-        """Products with what a correction leaves of the residual, (F, L, M, C, bands)."""
+        """Products with what a correction leaves of the residual, (F, L, I, C, bands)."""
         on_u = correction.d + correction.a * moments.filter_gain[:, None, None]
         left = torch.stack([torch.ones_like(on_u), -correction.a, -on_u])  # (3, L, C, bands)
         made = torch.einsum("vlcb,flmvcb->flmcb", left, self.products)
         vectors = self.centred.by_fold[:, :, DEPARTURE:]
-        return self.present * (made - torch.einsum("vlcb,wlmcb,fvwlcb->flmcb", left, self.on, vectors))
+        made = made - torch.einsum("vlcb,wlmcb,fvwlcb->flmcb", left, self.on, vectors)
+        return self.present * torch.einsum("mib,flmcb->flicb", self.directions, made)
 
-    def rest(self, moments: Moments, gains: Tensor) -> Correction:
-        """What goes with gains (L, C, M, bands), so that all is uncorrelated with output and input."""
-        a, on_u = (-torch.einsum("lcmb,lmcb->lcb", gains, on) for on in self.on)
-        d = on_u - a * moments.filter_gain[:, None, None]  # departure = eps_hat - k u
-        spread, (_, departure, u) = moments.bands.spread, self.centred.mean.unbind(1)
-        b = -torch.einsum("lcmk,lmk->lck", spread(gains), self.mean)
-        b = b - spread(a) * departure - spread(on_u) * u
-        return Correction(moments.lam, b, a, d, moments.bands)
+
+def _directions(left: Tensor, own: Tensor, power: Tensor) -> Tensor:
+    """Principal directions of what is left of channels, in units of their own spread, (M, M, bands) each.
+
+    power: with their means, next to which a channel that does not vary is rounding.
+    """
+    size, whole = (torch.diagonal(part, dim1=0, dim2=1).T for part in (own, power))  # (M, bands)
+    varies = size > ROUNDING * whole
+    unit = torch.where(varies, 1 / size.clamp_min(1e-300).sqrt(), torch.zeros_like(size))
+    matrix = (left * unit[:, None] * unit[None]).movedim(-1, 0)
+    values, vectors = torch.linalg.eigh(0.5 * (matrix + matrix.mT))
+    known = ((values - ABSENT) / ABSENT).clamp(0.0, 1.0)  # (bands, I): the others are rounding
+    return unit[:, None] * (vectors * known[:, None]).movedim(0, -1)  # (M, I, bands)
 
 
 def _agreement(slopes: Tensor, gram: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trueup.bands import Bands, along_last_axes
-from trueup.calibration.pictures import KIND, MOST_CHANNELS, grid_scale, onto
+from trueup.calibration.pictures import KIND, MOST_CHANNELS, onto
 from trueup.errors import ArtifactError, DataError
 from trueup.estimate.sums import Sums
 from trueup.stored import LARGEST, Bounds, check_tensors, numbers
@@ -59,9 +59,8 @@ class Pictures(Sums):
     def _on_grid(self, c: Tensor, bands: Bands) -> Tensor:
         """Their DCT on the grid of the samples."""
         if c.device not in self._ready:
-            scale = grid_scale(self.size[1:], bands.spatial)
-            first, *rest = onto(self.size[1:], [torch.arange(n) for n in bands.spatial])
-            self._ready[c.device] = [matrix.to(c) for matrix in (scale * first, *rest)]
+            matrices = onto(self.size[1:], bands.spatial, bands.spatial)
+            self._ready[c.device] = [matrix.to(c) for matrix in matrices]
         return along_last_axes(c, self._ready[c.device])
 
     def __add__(self, other: Pictures) -> Pictures:
