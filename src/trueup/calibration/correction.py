@@ -129,11 +129,6 @@ class Correction:
         b = self.bands.spread(kept) * self.b + after.b
         return Correction(self.lam, b, 1 - kept * (1 - self.a), kept * self.d + after.d, self.bands)
 
-    def plus(self, other: Correction) -> Correction:
-        """Both of the same output, at the same levels: what they take off adds up."""
-        b, a, d = (getattr(self, name) + getattr(other, name) for name in ("b", "a", "d"))
-        return Correction(self.lam, b, a, d, self.bands)
-
     def with_gains(self, form: str) -> Correction:
         """The same mean output and response to u, with another gain on the innovation; equations 53 and 54.
 
